@@ -1,0 +1,601 @@
+"""What runs in the forked process: take a job from the pipe, run its handler in the main thread, answer.
+
+It knows neither the service nor the API key, and trusts nothing about the process it was forked from but the app that
+was imported there. Its promises: every job that was taken is answered exactly once or the process ends; it never
+returns into the fork server's frames (the only way out is `os._exit`); it dies with the supervisor; its protocol pipes
+are high descriptors that no program it starts inherits.
+
+An abort travels as a frame on the job pipe, because it has a reason; a real-time signal only wakes the main thread to
+read it. faulthandler(3.11 docs, `register`) hangs on the same signal in C and writes the Python stack into a memfd of
+the supervisor's first, so that the stack is there even when a C call never lets the interpreter run its own handler.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import inspect
+import json
+import logging
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from spooled_supervisor import frames, kernel
+from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
+from spooled_supervisor.errors import JobAborted
+from spooled_supervisor.family import lower_priority
+from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
+from spooled_supervisor.results import NotJson, encode_result
+
+if TYPE_CHECKING:
+    import asyncio
+
+ABORT_SIGNAL = signal.SIGRTMIN + 3
+STACK_SIGNAL = signal.SIGRTMIN + 4
+QUIET_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+"""Caught by a handler that does nothing: `systemctl kill` sends them to every process of the unit, and SIG_IGN would
+be inherited by the programs that a handler starts (execve(2))."""
+
+EXIT_LEFT = 0
+EXIT_SUPERVISOR_GONE = 3
+EXIT_BOOT_FAILED = 4
+READ_BYTES = 1 << 20
+HIGH_FD = 300
+LOG_LINES_PER_S = 200
+LOG_BURST = 1000
+STACK_FRAMES_IN_ERROR = 6
+PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a child is born with: its place, its descriptors (jobs in; reports, output, stack out), its priority."""
+
+    slot: int
+    generation: int
+    jobs_fd: int
+    reports_fd: int
+    output_fd: int
+    stack_fd: int
+    nice: int
+    log_level: str
+
+
+def run(app: App, birth: Birth) -> NoReturn:
+    """Be a child until told to leave. Called right after the fork, with all signals blocked; never returns."""
+    status = 1
+    try:
+        status = Child(app, birth).live()
+    except BaseException as error:
+        # Nobody is left to tell but the output pipe; the supervisor reports the exit with these lines as its tail.
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        _flush_streams()
+        os._exit(status)
+
+
+class Child:
+    """One child's life. Everything here runs in the main thread but `send`, which handlers' threads reach too."""
+
+    def __init__(self, app: App, birth: Birth) -> None:
+        self._app = app
+        self._birth = birth = replace(
+            birth,
+            jobs_fd=_move_up(birth.jobs_fd),
+            reports_fd=_move_up(birth.reports_fd),
+            stack_fd=_move_up(birth.stack_fd),
+        )
+        self._decoder = frames.decoder_of_jobs()
+        self._inbox: list[frames.ToChild] = []
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(birth.jobs_fd, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
+        self._lock = threading.RLock()
+        self._sending = False
+        self._unsent: list[bytes] = []
+        self._run = 0  # the number of the running job, 0 while idle
+        self._on_abort = "signal"
+        self._signal = AbortSignal()
+        self._raised = False  # JobAborted was raised inside the running handler
+        self.raise_later = False  # ... or will be, when the call into us is over
+        self._task: asyncio.Task[Any] | None = None
+        self._abort_waits = False  # the abort signal came while no job was running
+        self._leaving = False
+        self._log_budget = float(LOG_BURST)
+        self._log_filled_at = time.monotonic()
+        self._logs_dropped = 0
+        self._runner: asyncio.Runner | None = None
+
+    def live(self) -> int:
+        """From birth to the exit status."""
+        self._become_a_child()
+        if not self._be_adopted():
+            return EXIT_SUPERVISOR_GONE
+        try:
+            self._start()
+        except BaseException as error:
+            self.send(frames.BootFailed(f"on_child_start failed: {describe_error(error)}"))
+            return EXIT_BOOT_FAILED
+        self.send(frames.Hello(self._birth.slot, self._birth.generation, os.getpid()))
+        self._set_title("idle")
+        while (job := self._next_job()) is not None:
+            self._run_job(job)
+        for hook in self._app.child_stop_hooks:
+            self._call_hook(hook)
+        return EXIT_LEFT
+
+    # --- becoming a child ----------------------------------------------------------------------------------------
+
+    def _become_a_child(self) -> None:
+        birth = self._birth
+        # 1. A session and process group of its own: terminal signals do not reach it, and the group can be killed.
+        os.setsid()
+        # 2. Signals: nothing of the fork server's handling is left, and nothing stays blocked.
+        self._install_signals()
+        # 3. Standard streams: no input; output is a pipe to the supervisor.
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd, source in ((0, null), (1, birth.output_fd), (2, birth.output_fd)):
+            os.dup2(source, fd)
+        os.close(null)
+        os.close(birth.output_fd)
+        _make_streams_plain()
+        # 4. What its handlers start stays below it, and programs forked from it do not write to its pipes.
+        kernel.set_child_subreaper(True)
+        os.register_at_fork(after_in_child=self._close_pipes)
+        # 5. The supervisor must win: priority, and the out-of-memory killer's choice.
+        lower_priority(birth.nice)
+        # 6. Its own randomness, and a collector that works again.
+        _reseed()
+        gc.enable()
+
+    def _install_signals(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in QUIET_SIGNALS:
+            signal.signal(number, _do_nothing)
+        for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(ABORT_SIGNAL, self._on_abort_signal)
+        # After signal.signal: faulthandler chains to whatever was there before it.
+        faulthandler.register(ABORT_SIGNAL, file=self._birth.stack_fd, all_threads=True, chain=True)
+        faulthandler.register(STACK_SIGNAL, file=self._birth.stack_fd, all_threads=True, chain=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _close_pipes(self) -> None:
+        """In a process that a handler forked: it must neither take our frames nor write any."""
+        for fd in (self._birth.jobs_fd, self._birth.reports_fd, self._wake_fd):
+            try:
+                os.close(fd)
+            except OSError:
+                continue  # closed already: a fork of a fork
+
+    def _be_adopted(self) -> bool:
+        """Wait for the first frame, then tie our life to the supervisor's; False if it is gone.
+
+        The order matters. Armed before the adoption, PDEATHSIG would fire when the intermediate parent leaves
+        (prctl(2), PR_SET_PDEATHSIG); and a supervisor that died before it was armed shows only in getppid.
+        """
+        frame = self._receive_one()
+        if not isinstance(frame, frames.Adopted):
+            return False
+        kernel.set_parent_death_signal(signal.SIGKILL)
+        return os.getppid() == frame.supervisor_pid
+
+    def _start(self) -> None:
+        self._set_title("starting")
+        self._install_logging()
+        for hook in self._app.child_start_hooks:
+            self._call_hook(hook)
+
+    def _install_logging(self) -> None:
+        """Standard logging goes to the supervisor, unless the app has set logging up itself (then it is printed)."""
+        root = logging.getLogger()
+        if not root.handlers:
+            root.addHandler(_LogHandler(self))
+            if root.level == logging.WARNING:  # the default: nobody has chosen a level
+                root.setLevel(logging.getLevelNamesMapping().get(self._birth.log_level.upper(), logging.INFO))
+
+    def _call_hook(self, hook: Callable[[], Any]) -> None:
+        result = hook()
+        if inspect.iscoroutine(result):
+            self._async_runner().run(result)
+
+    def _set_title(self, what: str) -> None:
+        kernel.set_title(f"spooled-supervisor: child {self._birth.slot} {what}")
+
+    # --- frames --------------------------------------------------------------------------------------------------
+
+    def send(self, message: frames.FromChild) -> None:
+        """Write a frame, whole. Safe from any thread, and from a signal handler that interrupts a write of ours."""
+        data = frames.encode_frame(message)
+        with self._lock:
+            if self._sending:  # this thread was interrupted inside the loop below; that loop will write it
+                self._unsent.append(data)
+                return
+            self._unsent.append(data)
+            while self._unsent:
+                self._sending = True
+                self._write_all(self._unsent.pop(0))
+                self._sending = False  # before the list is looked at again: an interruption now writes by itself
+
+    def _write_all(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._birth.reports_fd, view) :]
+        except OSError:  # EPIPE: the supervisor is gone, or has given us up
+            os._exit(EXIT_SUPERVISOR_GONE)
+
+    def _receive_one(self) -> frames.ToChild | None:
+        """The next frame, waiting for it; None at the end of the pipe."""
+        while not self._inbox:
+            if not self._read_pipe():
+                return None
+        return self._inbox.pop(0)
+
+    def _read_pipe(self) -> bool:
+        data = os.read(self._birth.jobs_fd, READ_BYTES)
+        self._inbox.extend(self._decoder.feed(data))
+        return bool(data)
+
+    def _next_job(self) -> frames.RunJob | None:
+        """Sleep until there is a job; None when it is time to leave. Aborts of runs that are over are dropped."""
+        while True:
+            while self._inbox:
+                frame = self._inbox.pop(0)
+                if isinstance(frame, frames.RunJob):
+                    return frame
+                if isinstance(frame, frames.Leave):
+                    self._leaving = True
+            if self._leaving:
+                return None
+            ready = dict(self._poll.poll())
+            if self._birth.jobs_fd in ready and not self._read_pipe():
+                return None  # the supervisor closed the pipe
+
+    # --- signals -------------------------------------------------------------------------------------------------
+
+    def _on_terminate(self, _number: int, _frame: FrameType | None) -> None:
+        self._leaving = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _on_abort_signal(self, _number: int, frame: FrameType | None) -> None:
+        if not self._run:
+            self._abort_waits = True
+            return
+        self._take_aborts()
+        if self._signal.aborted and self._on_abort == "raise":
+            self._interrupt(frame)
+
+    def _take_aborts(self) -> None:
+        """Read what the pipe has and set the signal if it tells this run to stop. The job pipe is never empty of
+        meaning while a job runs: only Abort and Leave can follow it, as at most one job is given at a time."""
+        poll = select.poll()
+        poll.register(self._birth.jobs_fd, select.POLLIN)
+        if poll.poll(0):
+            self._read_pipe()
+        for frame in self._inbox:
+            if isinstance(frame, frames.Abort) and frame.run == self._run:
+                self._signal.abort(frame.reason)
+
+    def _interrupt(self, frame: FrameType | None) -> None:
+        """Raise JobAborted in the handler, once, if it was the handler that was interrupted and not code of ours."""
+        if self._raised or self.raise_later:
+            return
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        elif _is_inside_handler(frame):
+            self._raised = True
+            raise JobAborted(self._signal.reason or "")
+        else:
+            self.raise_later = True
+
+    def _raise_if_due(self) -> None:
+        """At the end of a call from the handler into us: what could not be raised in the middle of it."""
+        if self.raise_later and threading.current_thread() is threading.main_thread():
+            self.raise_now()
+
+    def raise_now(self) -> NoReturn:
+        """Raise what `raise_later` has put off."""
+        self.raise_later, self._raised = False, True
+        raise JobAborted(self._signal.reason or "")
+
+    # --- one job -------------------------------------------------------------------------------------------------
+
+    def _run_job(self, job: frames.RunJob) -> None:
+        self._signal, self._raised, self.raise_later = AbortSignal(), False, False
+        handler = self._app.handlers.get(job.queue_name)
+        self._on_abort = handler.on_abort if handler else "signal"
+        self._set_title(f"running {job.queue_name}")
+        self._run = job.run
+        if self._abort_waits or self._inbox:  # told to stop before we were listening
+            self._abort_waits = False
+            self._take_aborts()
+        self.send(frames.Started(job.run))
+        cpu_before = time.process_time()
+        answer = self._answer(job, handler)
+        self._run = 0
+        self._signal.close()
+        _flush_streams()
+        self.send(_with_cpu(answer, time.process_time() - cpu_before))
+        self._set_title("idle")
+
+    def _answer(self, job: frames.RunJob, handler: Handler | None) -> frames.Answer:
+        """Run the handler; whatever it does short of ending the process becomes an answer."""
+        if handler is None:
+            return self._failure(job.run, f"this app has no handler for queue {job.queue_name!r}", retryable=True)
+        try:
+            payload = json.loads(job.payload)
+        except (ValueError, RecursionError) as error:
+            return self._failure(job.run, f"the payload cannot be decoded: {error}", retryable=False)
+        context = JobContext(
+            job_id=job.job_id,
+            queue_name=job.queue_name,
+            payload=payload,
+            retry_count=job.retry_count,
+            max_retries=job.max_retries,
+            timeout_s=job.timeout_s,
+            signal=self._signal,
+            reporter=_Reporter(self),
+        )
+        try:
+            result = self._call(handler, context)
+            return self._success(job.run, result)
+        except BaseException as error:
+            return self._failure_of(job.run, error)
+
+    def _call(self, handler: Handler, context: JobContext) -> Any:
+        if inspect.iscoroutinefunction(handler.function) or inspect.iscoroutinefunction(
+            getattr(handler.function, "__call__", None)  # noqa: B004 # an object whose __call__ is async
+        ):
+            return self._async_runner().run(self._run_async(handler, context))
+        return call_handler(handler.function, context, self)
+
+    async def _run_async(self, handler: Handler, context: JobContext) -> Any:
+        """Run an async handler as this task, and cancel the tasks that it leaves behind."""
+        import asyncio
+
+        before = asyncio.all_tasks()
+        task = asyncio.current_task()
+        self._task = task
+        try:
+            if self._signal.aborted and self._on_abort == "raise":
+                raise JobAborted(self._signal.reason or "")
+            return await handler.function(context)
+        except asyncio.CancelledError as error:
+            if self._signal.aborted:
+                raise JobAborted(self._signal.reason or "") from error
+            raise
+        finally:
+            self._task = None
+            left = asyncio.all_tasks() - before
+            for other in left:
+                other.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    def _async_runner(self) -> asyncio.Runner:
+        if self._runner is None:
+            import asyncio
+
+            self._runner = asyncio.Runner()
+        return self._runner
+
+    def _success(self, run: int, value: Any) -> frames.Answer:
+        try:
+            result = encode_result(value)
+        except NotJson as problem:
+            if inspect.iscoroutine(value):
+                value.close()  # it was never awaited, and nobody will
+            return self._failure(run, f"the result is not JSON: {problem}", retryable=True)
+        if len(result) > MAX_RESULT_BYTES:
+            text = f"the result is too large: {len(result)} bytes, {MAX_RESULT_BYTES} are allowed"
+            return self._failure(run, text, retryable=True)
+        return frames.Answer(run, result, None, True, None, self._unfit(), 0.0)
+
+    def _failure_of(self, run: int, error: BaseException) -> frames.Answer:
+        if isinstance(error, JobAborted):
+            reason = self._signal.reason or error.reason
+            text = "aborted by worker shutdown" if reason == "shutdown" else f"aborted: {reason}"
+            return frames.Answer(run, None, text, True, str(reason)[:32], self._unfit(), 0.0)
+        try:
+            retryable = getattr(error, "retryable", True) is not False
+        except BaseException:  # a property that raises
+            retryable = True
+        return self._failure(run, describe_error(error), retryable=retryable)
+
+    def _failure(self, run: int, text: str, *, retryable: bool) -> frames.Answer:
+        return frames.Answer(run, None, clip_error(text), retryable, None, self._unfit(), 0.0)
+
+    def _unfit(self) -> str | None:
+        """Why this child must not run another job."""
+        if self._raised:
+            return "aborted"  # JobAborted was raised somewhere inside: locks may be held for ever
+        return "terminated" if self._leaving else None
+
+    # --- what handlers say -----------------------------------------------------------------------------------------
+
+    def report_progress(self, percent: float, message: str | None) -> None:
+        self.send(frames.Progress(self._run, percent, None if message is None else clip_text(message)))
+        self._raise_if_due()
+
+    def report_log(self, severity: str, message: str, meta: str | None, source: str) -> None:
+        """One line; beyond the rate it is only counted, so that a chatty handler cannot keep the supervisor busy."""
+        if self._may_log():
+            self.send(frames.Log(self._run, severity, clip_text(message), meta, source))
+        self._raise_if_due()
+
+    def _may_log(self) -> bool:
+        at = time.monotonic()
+        self._log_budget = min(LOG_BURST, self._log_budget + (at - self._log_filled_at) * LOG_LINES_PER_S)
+        self._log_filled_at = at
+        if self._log_budget < 1:
+            self._logs_dropped += 1
+            return False
+        self._log_budget -= 1
+        if self._logs_dropped:
+            dropped, self._logs_dropped = self._logs_dropped, 0
+            self.send(frames.LogsDropped(self._run, dropped))
+        return True
+
+
+class _Reporter:
+    """`app.Reporter` of a running job."""
+
+    __slots__ = ("_child",)
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def progress(self, percent: float, message: str | None) -> None:
+        self._child.report_progress(percent, message)
+
+    def log(self, level: str, message: str, meta: dict[str, Any]) -> None:
+        text = clip_text(json.dumps(meta, default=safe_text, skipkeys=True)) if meta else None
+        self._child.report_log(level, message, text, "log")
+
+
+class _LogHandler(logging.Handler):
+    """Standard logging to the supervisor. It takes no part in job outcomes: what fails here is dropped."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__()
+        self._child = child
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        self._child.report_log(_SEVERITIES.get(record.levelno // 10, "error"), message, None, "logging")
+
+
+_SEVERITIES = {0: "debug", 1: "debug", 2: "info", 3: "warn", 4: "error"}
+
+
+def call_handler(function: Callable[[JobContext], Any], context: JobContext, child: Child) -> Any:
+    """The one frame between our code and the handler's; `_is_inside_handler` looks for it on the stack.
+
+    No gap: an abort before this frame exists has left the flag that is looked at here, without a call, and one that
+    comes later finds this frame and raises from it.
+    """
+    if child.raise_later:
+        child.raise_now()
+    return function(context)
+
+
+def _is_inside_handler(frame: FrameType | None) -> bool:
+    """Whether `frame` belongs to the handler's own call: below it on the stack only the handler's and library code
+    until `call_handler`, and nothing of this package (a half-written frame would be the end of the pipe)."""
+    while frame is not None:
+        code = frame.f_code
+        if code is call_handler.__code__:
+            return True
+        if code.co_filename.startswith(PACKAGE_DIR):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def safe_text(value: object) -> str:
+    """`str(value)`, whatever that does."""
+    try:
+        return str(value)
+    except BaseException:
+        return f"<{type(value).__name__} whose text cannot be made>"
+
+
+def clip_text(text: str) -> str:
+    """`text` as a frame takes it: bounded, no lone surrogates."""
+    return text[: frames.MAX_TEXT // 4].encode("utf-8", "backslashreplace").decode("utf-8")[: frames.MAX_TEXT]
+
+
+def describe_error(error: BaseException) -> str:
+    """`Type: message`, and the innermost frames. Never raises, never empty, bounded before it is built."""
+    try:
+        name = type(error).__qualname__
+        if type(error).__module__ not in ("builtins", "__main__"):
+            name = f"{type(error).__module__}.{name}"
+        message = safe_text(error)[:1200]
+        notes = "".join(f"\n{safe_text(note)[:200]}" for note in getattr(error, "__notes__", ())[:3])
+        places = _innermost_frames(error)
+        return f"{name}: {message}{notes}{places}" if message else f"{name}{notes}{places}"
+    except BaseException:
+        return f"{type(error).__name__} (its text cannot be made)"
+
+
+def _innermost_frames(error: BaseException) -> str:
+    places: list[str] = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(PACKAGE_DIR):
+            places.append(f"\n  at {code.co_filename}:{trace.tb_lineno} in {code.co_name}")
+            del places[:-STACK_FRAMES_IN_ERROR]
+        trace = trace.tb_next
+    return "".join(places)
+
+
+def _with_cpu(answer: frames.Answer, cpu_s: float) -> frames.Answer:
+    return frames.Answer(
+        answer.run, answer.result, answer.error, answer.retryable, answer.aborted, answer.leaving, cpu_s
+    )
+
+
+def _move_up(fd: int) -> int:
+    """The same descriptor under a high number, where no handler that tidies up "3 and above" by habit will meet it."""
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
+    except OSError:  # EINVAL: RLIMIT_NOFILE is lower than that
+        return fd
+    os.close(fd)
+    return high
+
+
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    return
+
+
+def _flush_streams() -> None:
+    """Whatever the handler has done to them: None, closed, replaced, full."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            continue
+
+
+def _make_streams_plain() -> None:
+    """A line at a time, and no encoding that can fail."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _reseed() -> None:
+    """Generators whose state a fork copies. `random` reseeds itself; NumPy's and Torch's global ones do not."""
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(int.from_bytes(os.urandom(7), "little"))

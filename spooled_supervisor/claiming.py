@@ -1,0 +1,186 @@
+"""When to ask which queue for how many jobs.
+
+One queue per claim, one claim in flight per queue, never more places asked for than are free: a claim reserves its
+places until it is answered. Queues take turns by weight (smooth weighted round robin: over time each gets its share,
+and none has to wait for a run of another's). An empty queue is asked again after the poll interval, a queue that gave
+all that was asked for as soon as there is a place, a failing one after a back-off. Every path waits for something.
+
+What the answer brings is the caller's (`on_claim`). A claim whose answer is lost is never replayed: the next poll is a
+new one. Cancelling `run` does not cancel claims in flight: `finish` awaits them, as their jobs are ours already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spooled_supervisor.api.gate import RateGate
+from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.values import Claim
+from spooled_supervisor.breaker import QueueBreaker
+from spooled_supervisor.config import ClaimConfig, QueueConfig
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
+from spooled_supervisor.events import ClaimAnswered, Events
+from spooled_supervisor.pool import Pool
+from spooled_supervisor.timing import Alarm, Backoff, jittered, now
+from spooled_supervisor.troubles import Troubles
+
+MAX_LIMIT = 100
+"""The service's bound for one claim (POST /api/v1/jobs/claim)."""
+CLAIM_TIMEOUT_S = 10.0
+BACKOFF_FIRST_S = 1.0
+BACKOFF_CAP_S = 30.0
+REFUSED_PAUSE_S = 60.0
+"""Until a queue is asked again that we may not claim from (403), or whose claim is malformed to the service."""
+
+
+@dataclass(slots=True, eq=False)
+class ClaimedQueue:
+    """A queue and how its claims go. Changed by the claimer; `breaker` also by who sees outcomes."""
+
+    config: QueueConfig
+    breaker: QueueBreaker = field(default_factory=QueueBreaker)
+    backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
+    next_at: float = 0.0
+    asked: int = 0  # places that the claim in flight has reserved; 0 if there is none
+    credit: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+
+class Claimer:
+    """Claims for one supervisor, while `may_claim()`."""
+
+    def __init__(
+        self,
+        api: RestApi,
+        pool: Pool,
+        queues: Sequence[QueueConfig],
+        config: ClaimConfig,
+        *,
+        events: Events,
+        troubles: Troubles,
+        gate: RateGate,
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        may_claim: Callable[[], bool],
+        on_claim: Callable[[Claim, int], None],
+        on_refused: Callable[[CredentialsRefused], None],
+    ) -> None:
+        self._api = api
+        self._pool = pool
+        self._config = config
+        self._events = events
+        self._troubles = troubles
+        self._may_claim = may_claim
+        self._on_claim = on_claim
+        self._on_refused = on_refused
+        self._gate = gate
+        self._spawn = spawn
+        self._alarm = Alarm()
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self.queues = {queue.name: ClaimedQueue(queue) for queue in queues}
+        self.last_answer_at = now()
+
+    def wake(self) -> None:
+        """Something changed: a place is free, or claiming is allowed again."""
+        self._alarm.ring()
+
+    async def run(self) -> None:
+        """Claim for ever."""
+        while True:
+            at = now()
+            for queue, limit in self._choose(at):
+                queue.asked = limit
+                task = self._spawn(self._claim(queue, limit), f"claim {queue.name}")
+                self._in_flight.add(task)
+                task.add_done_callback(self._on_done)
+            await self._alarm.wait_until(self._next_at(at))
+
+    async def finish(self) -> None:
+        """Wait for the claims in flight; each has its own time limit."""
+        while self._in_flight:
+            await asyncio.wait(self._in_flight)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
+        self._alarm.ring()
+
+    def _free_places(self) -> int:
+        return self._pool.places(self._config.prefetch) - sum(queue.asked for queue in self.queues.values())
+
+    def _choose(self, at: float) -> Iterator[tuple[ClaimedQueue, int]]:
+        """Which queues to ask now, and for how many; each choice counts as made before the next."""
+        if not self._may_claim() or self._gate.wait_for_claim(at) > 0:
+            return
+        while (free := self._free_places()) > 0:
+            able = [(q, limit) for q in self.queues.values() if (limit := self._limit(q, free, at)) > 0]
+            if not able:
+                return
+            for queue, _ in able:
+                queue.credit += queue.config.weight
+            chosen, limit = max(able, key=lambda pair: pair[0].credit)
+            chosen.credit -= sum(queue.config.weight for queue, _ in able)
+            yield chosen, limit
+
+    def _limit(self, queue: ClaimedQueue, free: int, at: float) -> int:
+        if queue.asked or at < queue.next_at:
+            return 0
+        cap = queue.config.max_procs
+        held = self._held(queue) if cap is not None or queue.breaker.is_open else 0
+        wanted = free if cap is None else min(free, cap - held)
+        if queue.breaker.is_open:
+            wanted = queue.breaker.allowed(wanted, at) if held == 0 else 0
+        return min(wanted, MAX_LIMIT)
+
+    def _held(self, queue: ClaimedQueue) -> int:
+        waiting = sum(run.job.queue_name == queue.name for run in self._pool.waiting)
+        return waiting + self._pool.in_progress(queue.name)
+
+    def _next_at(self, at: float) -> float:
+        """The next instant at which time alone makes a claim possible; a change of places rings the alarm."""
+        if not self._may_claim() or self._free_places() <= 0:
+            return float("inf")
+        closed_for = self._gate.wait_for_claim(at)
+        instants = (
+            max(queue.next_at, queue.breaker.half_open_at if queue.breaker.is_open else 0.0)
+            for queue in self.queues.values()
+            if not queue.asked
+        )
+        return max(min((i for i in instants if i > at), default=float("inf")), at + closed_for)
+
+    async def _claim(self, queue: ClaimedQueue, limit: int) -> None:
+        duration = int(self._config.lease_duration_s)
+        operation = f"claim {queue.name}"
+        try:
+            claim = await self._api.claim(
+                queue.name, limit=limit, lease_duration_s=duration, timeout_s=min(CLAIM_TIMEOUT_S, duration / 2)
+            )
+        except CredentialsRefused as refused:
+            self._put_off(queue, operation, str(refused), REFUSED_PAUSE_S)
+            self._on_refused(refused)
+        except ApiRefused as refused:
+            self._put_off(queue, operation, str(refused), REFUSED_PAUSE_S)
+        except ApiUnavailable as unavailable:
+            if unavailable.rate_limited:
+                self._gate.note(unavailable.retry_after_s, now())
+            delay = max(queue.backoff.next_delay(), unavailable.retry_after_s or 0.0)
+            self._put_off(queue, operation, str(unavailable), delay)
+        else:
+            self._troubles.worked(operation)
+            queue.backoff.reset()
+            got = len(claim.jobs) + len(claim.unreadable)
+            queue.next_at = now() + (0.0 if got >= limit else jittered(self._config.poll_interval_s))
+            self._events.emit(ClaimAnswered(queue.name, limit, got))
+            queue.asked = 0  # before the jobs are given out: they take the places now
+            self._on_claim(claim, limit)
+        finally:
+            queue.asked = 0
+            self.last_answer_at = now()
+
+    def _put_off(self, queue: ClaimedQueue, operation: str, reason: str, delay_s: float) -> None:
+        queue.next_at = now() + delay_s
+        self._troubles.failed(operation, reason, delay_s)

@@ -1,0 +1,303 @@
+"""The process that imports the app once and forks children from it, and the hand-shake of adoption.
+
+`main` runs in a fresh single-threaded interpreter; the supervisor's half is `forkclient.py`. They speak over one
+SOCK_SEQPACKET pair (unix(7)); descriptors come along as SCM_RIGHTS.
+
+Why not fork from the supervisor: after one DNS lookup it has threads, it holds TLS sockets and locks, and it would have
+to import the user's code. Why not `multiprocessing`: it pickles across the boundary, hides the pipes, needs a resource
+tracker, and its children are not the supervisor's to wait for.
+
+Adoption, step by step, as each has a reason:
+ 1. The supervisor makes the child's pipes and sends the child's ends with the request.
+ 2. The fork server forks an intermediate, which forks the child. The intermediate opens a pidfd of the child: as its
+    parent that never waits it cannot meet a recycled pid (pidfd_open(2)). It hands pid and pidfd over and leaves.
+ 3. The fork server waits for the intermediate. From then on the child is the supervisor's, which is a subreaper
+    (prctl(2), PR_SET_CHILD_SUBREAPER) and the nearest one above: the fork server is none.
+ 4. The fork server closes its copies of the child's descriptors and answers with pid and pidfd.
+ 5. The supervisor notes the child and sends `Adopted`; only after that frame does the child arm PR_SET_PDEATHSIG.
+    Armed earlier it would be killed when the intermediate leaves; end-of-file is never taken as adoption.
+
+If the fork server dies, running children go on and the supervisor starts another one. If the supervisor dies, the fork
+server sees the end of its socket and kills the groups of the children it forked: each child dies by PDEATHSIG, and
+what its handler had started in the same group dies here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from spooled_supervisor import child, frames, kernel
+from spooled_supervisor.app import App, Handler, queue_name_problem
+from spooled_supervisor.errors import AppError, ProtocolError
+
+CHILD_FDS = 4  # jobs, reports, output, stack
+
+
+@dataclass(slots=True)
+class _Server:
+    """State of the fork server's process."""
+
+    control: socket.socket
+    settings: frames.Preload
+    app: App
+    groups: set[int]  # process groups of living children; the supervisor tells which are gone
+
+    def answer(self, message: frames.FromForkServer, fds: Sequence[int] = ()) -> None:
+        send_packet(self.control, frames.encode_packet(message), fds)
+
+    def serve(self) -> None:
+        """Answer requests until the supervisor is gone."""
+        decoder = frames.decoder_of_requests()
+        while True:
+            packet, fds = receive_packet(self.control)
+            if not packet:
+                return
+            match decoder.decode(packet):
+                case frames.Fork(request=request, slot=slot):
+                    self.fork(request, slot, fds)
+                case frames.Forget(pid=pid):
+                    self.groups.discard(pid)
+                case frames.Preload():
+                    raise ProtocolError("a second Preload")
+
+    def fork(self, request: int, slot: int, fds: Sequence[int]) -> None:
+        """Steps 2 to 4 of the adoption."""
+        try:
+            pid, pidfd = self._fork_twice(slot, fds)
+        except OSError as error:
+            self.answer(frames.ForkFailed(request, f"{error.strerror} ({error.errno})"))
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.groups.add(pid)
+        try:
+            self.answer(frames.Forked(request, pid), [pidfd])
+        finally:
+            os.close(pidfd)
+
+    def _fork_twice(self, slot: int, fds: Sequence[int]) -> tuple[int, int]:
+        _flush()  # what waits in a buffer now would be written by the child as well
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here, there:
+            # Blocked from before the fork until the child has installed its own handling: a signal in between would
+            # be taken by handlers of a process that the child is not any more.
+            old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+            try:
+                intermediate = os.fork()
+                if intermediate == 0:
+                    self._be_intermediate(slot, fds, there, closing=(here, there, self.control))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            there.close()
+            report, received = receive_packet(here)
+            os.waitpid(intermediate, 0)
+        if not received:
+            raise OSError(int(report or b"11"), os.strerror(int(report or b"11")))
+        return int(report), received[0]
+
+    def _be_intermediate(
+        self, slot: int, fds: Sequence[int], report: socket.socket, *, closing: Sequence[socket.socket]
+    ) -> NoReturn:
+        """Fork the child, tell who it is, leave. Never returns, whatever happens."""
+        try:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                report.send(str(error.errno).encode())
+                os._exit(1)
+            if pid == 0:
+                for ours in closing:
+                    ours.close()
+                self._be_child(slot, fds)
+            pidfd = os.pidfd_open(pid)
+            send_packet(report, str(pid).encode(), [pidfd])
+        finally:
+            os._exit(0)
+
+    def _be_child(self, slot: int, fds: Sequence[int]) -> NoReturn:
+        jobs_fd, reports_fd, output_fd, stack_fd = fds
+        settings = self.settings
+        child.run(
+            self.app,
+            child.Birth(
+                slot=slot,
+                generation=settings.generation,
+                jobs_fd=jobs_fd,
+                reports_fd=reports_fd,
+                output_fd=output_fd,
+                stack_fd=stack_fd,
+                nice=settings.child_nice,
+                log_level=settings.log_level,
+            ),
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Be the fork server on the socket whose number is the first argument."""
+    parser = argparse.ArgumentParser(prog="spooled_supervisor.forkserver", description=main.__doc__)
+    parser.add_argument("fd", type=int)
+    parser.add_argument("package_parent", nargs="?")
+    control = socket.socket(fileno=parser.parse_args(argv).fd)
+    control.set_inheritable(False)
+    status = 0
+    try:
+        become_fork_server()
+        packet, _ = receive_packet(control)
+        settings = frames.decoder_of_requests().decode(packet)
+        if isinstance(settings, frames.Preload):
+            status = preload_and_serve(control, settings)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        _flush()
+        os._exit(status)
+
+
+def become_fork_server() -> None:
+    """Signals as the supervisor wants them, whatever was inherited, and death with it while the app is imported."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting impossible
+    for number in (*child.QUIET_SIGNALS, signal.SIGTERM):  # it leaves at the end of its socket, not by a signal
+        signal.signal(number, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    kernel.set_parent_death_signal(signal.SIGKILL)
+    kernel.set_title("spooled-supervisor: fork server importing")
+
+
+def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
+    """Import, tell how it went, fork until the supervisor is gone; the exit status."""
+    pid = os.getpid()
+    try:
+        app = load_app(settings.app, settings.queue_names)
+        for hook in app.preload_hooks:
+            hook()
+    except BaseException as error:
+        if os.getpid() == pid:  # an app that forks at import must not answer twice
+            text = str(error) if isinstance(error, AppError) else _app_error_text(settings.app, error)
+            send_packet(control, frames.encode_packet(frames.PreloadFailed(text[:8000])))
+        return 1
+    if os.getpid() != pid:
+        return 1
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection would write to the pages that all children share; each of them enables it again
+    server = _Server(control, settings, app, set())
+    threads = _foreign_threads()
+    if threads and settings.strict:
+        names = ", ".join(threads)
+        server.answer(frames.PreloadFailed(f"app {settings.app!r} starts threads while it is imported: {names}"))
+        return 1
+    kernel.set_parent_death_signal(0)  # from here on it sees the end of its socket, and has groups to kill then
+    kernel.set_title("spooled-supervisor: fork server")
+    server.answer(frames.Preloaded(sorted(app.handlers), threads))
+    try:
+        server.serve()
+    finally:
+        for group in server.groups:
+            with contextlib.suppress(OSError):  # gone already
+                os.killpg(group, signal.SIGKILL)
+    return 0
+
+
+def load_app(spec: str, queue_names: Sequence[str]) -> App:
+    """The app that `pkg.module` or `pkg.module:name` names; a plain callable serves the one queue it is given.
+
+    Raises AppError for what is not an app, and whatever the import raises.
+    """
+    from importlib import import_module
+
+    module_name, _, attribute = spec.partition(":")
+    sys.argv = [spec]  # an app that parses arguments at import must not read ours
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    module = import_module(module_name)
+    target: object = module
+    for part in (attribute or "app").split("."):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            raise AppError(f"app {spec!r}: module {module_name!r} has no attribute {attribute or 'app'!r}") from None
+    if isinstance(target, App):
+        return _checked(target, spec, queue_names)
+    if not callable(target):
+        raise AppError(f"app {spec!r} is a {type(target).__name__}; it must be an App or a callable")
+    if len(queue_names) != 1:
+        raise AppError(f"app {spec!r} is a plain callable: say with exactly one --queue which queue it serves")
+    app = App()
+    app.handlers[queue_names[0]] = Handler(queue_names[0], target)
+    return app
+
+
+def _checked(app: App, spec: str, queue_names: Sequence[str]) -> App:
+    if not app.handlers:
+        raise AppError(f"app {spec!r} has no handlers: decorate a function with @app.handler(QUEUE)")
+    if problems := [p for name in app.handlers if (p := queue_name_problem(name))]:
+        raise AppError(f"app {spec!r}: {problems[0]}")
+    if missing := [name for name in queue_names if name not in app.handlers]:
+        have = ", ".join(sorted(app.handlers))
+        raise AppError(f"app {spec!r} has no handler for queue {missing[0]!r}; it has: {have}")
+    return app
+
+
+def _app_error_text(spec: str, error: BaseException) -> str:
+    """What went wrong while the app was imported, with the last lines of its own traceback."""
+    lines = traceback.format_exception(error)
+    own = "".join(line for line in lines if "<frozen importlib" not in line and child.PACKAGE_DIR not in line)
+    return f"app {spec!r} cannot be imported:\n{own[-4000:].rstrip()}"
+
+
+def _foreign_threads() -> list[str]:
+    """Names of the threads beside the main one; native ones that Python does not know are counted too."""
+    named = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    native = len(os.listdir("/proc/self/task")) - 1 - len(named)
+    return [name[:100] for name in named][:20] + [f"native thread {n + 1}" for n in range(min(native, 20))]
+
+
+def _do_nothing(_number: int, _frame: object) -> None:
+    return
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the app may have replaced or closed it
+            stream.flush()
+
+
+# --- packets --------------------------------------------------------------------------------------------------------
+
+
+def send_packet(to: socket.socket, packet: bytes, fds: Sequence[int] = ()) -> None:
+    """One packet with its descriptors. Raises OSError (EPIPE, EAGAIN on a non-blocking socket: nothing was sent)."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    to.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
+
+
+def receive_packet(source: socket.socket) -> tuple[bytes, list[int]]:
+    """One packet and its descriptors, close-on-exec from the start; empty at the end. Raises ProtocolError if cut.
+
+    Not `socket.recv_fds`: it ignores its flags and hands out descriptors that any exec would inherit.
+    """
+    space = socket.CMSG_SPACE(CHILD_FDS * array.array("i").itemsize)
+    packet, ancillary, flags, _ = source.recvmsg(frames.MAX_PACKET, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError("a packet was cut: the process may have run out of descriptors (RLIMIT_NOFILE)")
+    return packet, list(fds)

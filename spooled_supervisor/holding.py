@@ -1,0 +1,259 @@
+"""From a claim to a settled outcome: joins what we hold (leases), who runs it (pool) and who reports it (settler).
+
+Every claimed job is in the lease book from here until its outcome is taken, its lease is refused or its time is over.
+Lease ends are looked at first, before anything is sent or started, also after the machine has slept. A lease that is
+lost or cannot be renewed ends its run before another worker can hold the job, and nothing is reported for it. Renewal
+does not depend on a child, and goes on while an outcome is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from spooled_supervisor import events as ev
+from spooled_supervisor.api.gate import RateGate
+from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.values import Claim
+from spooled_supervisor.breaker import QueueBreaker
+from spooled_supervisor.childlink import Run
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
+from spooled_supervisor.events import Events
+from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succeeded, TimedOut, error_text
+from spooled_supervisor.leases import Due, Lease, LeaseBook
+from spooled_supervisor.lifecycle import LeaseState
+from spooled_supervisor.pool import Pool
+from spooled_supervisor.progress import ProgressSender
+from spooled_supervisor.settling import Settler
+from spooled_supervisor.timing import TICK_S, Alarm, now
+
+RENEW_TIMEOUT_S = 10.0
+LOST_GRACE_S = 1.0
+"""A handler whose lease is gone has at most this long to stop by itself."""
+WAIT_FOR_CHILD_S = 30.0
+"""Claimed jobs wait this long when no child is usable at all; then they are given back."""
+LAG_WORTH_TELLING_S = 1.0
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+
+
+class Holder:
+    """Holds jobs for one supervisor. `is_draining` and `job_timeout_s` are the supervisor's to know."""
+
+    def __init__(
+        self,
+        api: RestApi,
+        pool: Pool,
+        leases: LeaseBook,
+        settler: Settler,
+        *,
+        events: Events,
+        gate: RateGate,
+        progress: ProgressSender,
+        breakers: Mapping[str, QueueBreaker],
+        abort_grace_s: float,
+        limit_of: Callable[[Job], float],
+        is_draining: Callable[[], bool],
+        on_refused: Callable[[CredentialsRefused], None],
+        on_tick: Callable[[float], None],
+        spawn: Spawn,
+    ) -> None:
+        self._api = api
+        self._pool = pool
+        self._leases = leases
+        self._settler = settler
+        self._events = events
+        self._gate = gate
+        self._progress = progress
+        self._breakers = breakers
+        self._abort_grace_s = abort_grace_s
+        self._limit_of = limit_of
+        self._is_draining = is_draining
+        self._on_refused = on_refused
+        self._on_tick = on_tick
+        self._spawn = spawn
+        self._alarm = Alarm()
+        self._settled = Alarm()
+        self.last_tick_at = now()
+        self.given_up = 0  # outcomes that never reached the service
+
+    # --- from the claim -------------------------------------------------------------------------------------------
+
+    def take(self, claim: Claim, asked: int) -> None:
+        """The jobs of a claim are ours now: run them; what is unreadable or beyond what was asked for goes back."""
+        for job in claim.jobs[:asked]:
+            if (lease := self._hold(job)) is not None:
+                self._run_or_return(lease)
+        for job in claim.jobs[asked:]:
+            self._return(self._hold(job), "not started: the service gave more jobs than were asked for")
+        for unreadable in claim.unreadable:
+            if (lease := self._hold(unreadable.job)) is not None:
+                self._finish(lease, Failed(f"the job's record cannot be used: {unreadable.reason}", retryable=False))
+        if self._leases.next_due() < self._alarm.when:
+            self._alarm.ring()
+
+    def return_waiting(self) -> None:
+        """The drain begins: what no child has goes back, but for last attempts, which that would bury."""
+        for run in self._pool.waiting:
+            if not run.job.is_last_attempt:
+                self._pool.withdraw(run.job.key)
+                self._return(run.lease, "not started: the worker is shutting down")
+
+    def return_all_waiting(self) -> None:
+        """The drain's time is over: all that no child has goes back."""
+        for run in self._pool.withdraw_waiting():
+            self._return(run.lease, "not started: the worker is shutting down")
+
+    def _hold(self, job: Job) -> Lease | None:
+        lease = self._leases.hold(job)
+        if lease is not None:
+            self._events.emit(ev.JobClaimed(job.id, job.queue_name, job.retry_count))
+        return lease
+
+    def _run_or_return(self, lease: Lease) -> None:
+        job = lease.job
+        if self._is_draining() and not (job.is_last_attempt and self._pool.idle):
+            self._return(lease, "not started: the worker is shutting down")
+        else:
+            self._pool.submit(lease, timeout_s=self._limit_of(job))
+
+    def _return(self, lease: Lease | None, why: str) -> None:
+        if lease is not None:
+            self._finish(lease, Released(why))
+
+    # --- to the outcome ---------------------------------------------------------------------------------------------
+
+    def on_over(self, run: Run, outcome: Outcome | None) -> None:
+        """A run is over (`pool.Pool`). None: its lease was lost, nothing is reported."""
+        lease = run.lease
+        if outcome is None or not lease.is_live:
+            if lease.is_live:
+                self._leases.dropped(lease)
+            self._settled.ring()
+            return
+        breaker = self._breakers.get(run.job.queue_name)
+        if breaker is not None and not isinstance(outcome, Released):
+            breaker.crashed(now()) if isinstance(outcome, Crashed) else breaker.answered()
+        self._finish(lease, outcome, run)
+
+    def _finish(self, lease: Lease, outcome: Outcome, run: Run | None = None) -> None:
+        self._leases.decided(lease)
+        self._events.emit(_outcome_event(lease.job, outcome, run))
+        self._spawn(self._settle(lease, outcome), "settle")
+
+    async def _settle(self, lease: Lease, outcome: Outcome) -> None:
+        if not await self._settler.settle(lease, outcome):
+            self.given_up += 1
+        self._settled.ring()
+
+    @property
+    def held(self) -> int:
+        """Leases that are ours: waiting, running or not reported yet."""
+        return len(self._leases)
+
+    async def wait_until_settled(self, deadline: float) -> bool:
+        """Wait until nothing is held; whether that came true by `deadline`. Cancel-safe."""
+        while self.held and now() < deadline:
+            await self._settled.wait_until(deadline)
+        return not self.held
+
+    # --- leases -----------------------------------------------------------------------------------------------------
+
+    async def keep_leases(self) -> None:
+        """Look after all leases when they are due, and at least every TICK_S, for ever."""
+        while True:
+            due_at = min(now() + TICK_S, self._leases.next_due())
+            await self._alarm.wait_until(due_at)
+            at = now()
+            if at - due_at > LAG_WORTH_TELLING_S:
+                self._events.emit(ev.LoopLagged(round(at - due_at, 3)))
+            self.last_tick_at = at
+            self._act_on(self._leases.due(at), at)
+            self._progress.tick(at)
+            self._on_tick(at)
+            if not self._pool.usable:
+                self._return_stranded(at)
+
+    def _act_on(self, due: Due, at: float) -> None:
+        for lease in due.ended:
+            self._pool.kill(lease.job.key, "lease_lost", is_lost=True)
+            self._lost(lease, "it ended before it could be renewed")
+        for lease in due.kill:
+            self._pool.kill(lease.job.key, "lease_lost", is_lost=True)
+        for lease in due.abort:
+            kill_after_s = max(0.0, lease.kill_at - at)
+            if not self._pool.abort(lease.job.key, "lease_lost", kill_after_s=kill_after_s, is_lost=True):
+                self._leases.dropped(lease)
+            self._lost(lease, "it could not be renewed in time")
+        for lease in due.renew:
+            self._spawn(self._renew(lease), "renew")
+
+    def _lost(self, lease: Lease, reason: str) -> None:
+        """Told once per lease; a run of it that no child has yet is forgotten."""
+        self._pool.withdraw(lease.job.key)
+        self._events.emit(ev.JobLeaseLost(lease.job.id, lease.job.queue_name, reason))
+
+    async def _renew(self, lease: Lease) -> None:
+        late_s = now() - lease.due_at
+        is_settling = lease.state is LeaseState.SETTLING
+        deadline = min(now() + RENEW_TIMEOUT_S, lease.end if is_settling else lease.abort_at)
+        try:
+            started_at = await self._api.renew(lease.job, deadline=deadline)
+        except LeaseLost as lost:
+            self._renewal_refused(lease, lost)
+            result = "lost"
+        except (ApiUnavailable, ApiRefused) as error:
+            self._renewal_failed(lease, error)
+            result = "unavailable"
+        else:
+            self._leases.renewed(lease, started_at)
+            result = "ok"
+        self._events.emit(ev.LeaseRenewed(lease.job.id, result, round(late_s, 4)))
+        if self._leases.next_due() < self._alarm.when:
+            self._alarm.ring()
+
+    def _renewal_refused(self, lease: Lease, lost: LeaseLost) -> None:
+        """While an outcome is on its way its own answer decides: it may be what has ended the lease."""
+        if lease.state is not LeaseState.HELD:
+            self._leases.renewal_failed(lease, now())
+            return
+        self._leases.refused(lease)
+        grace_s = min(self._abort_grace_s, LOST_GRACE_S)
+        self._pool.abort(lease.job.key, "lease_lost", kill_after_s=grace_s, is_lost=True)
+        self._lost(lease, lost.reason)
+
+    def _renewal_failed(self, lease: Lease, error: ApiUnavailable | ApiRefused) -> None:
+        hint = None
+        if isinstance(error, CredentialsRefused):
+            self._on_refused(error)
+        elif isinstance(error, ApiUnavailable):
+            hint = error.retry_after_s
+            if error.rate_limited:
+                self._gate.note(hint, now())
+        self._leases.renewal_failed(lease, now(), retry_after_s=hint)
+
+    def _return_stranded(self, at: float) -> None:
+        for run in self._pool.waiting:
+            if at - run.claimed_at > WAIT_FOR_CHILD_S:
+                self._pool.withdraw(run.job.key)
+                self._return(run.lease, "not started: the worker has no usable child")
+
+
+def _outcome_event(job: Job, outcome: Outcome, run: Run | None) -> ev.Event:
+    slot = None if run is None else run.slot
+    duration_s = None
+    if run is not None and run.started_at is not None:
+        duration_s = round(now() - run.started_at, 6)
+    if isinstance(outcome, Succeeded):
+        return ev.JobCompleted(job.id, job.queue_name, slot or 0, duration_s or 0.0, len(outcome.result))
+    will_retry = not job.is_last_attempt and not (isinstance(outcome, Failed) and not outcome.retryable)
+    kind = _KINDS[type(outcome)]
+    return ev.JobFailed(job.id, job.queue_name, slot, kind, error_text(outcome), will_retry, duration_s)
+
+
+_KINDS: Mapping[type[Outcome], str] = {
+    Failed: "failed",
+    TimedOut: "timed_out",
+    Crashed: "crashed",
+    Released: "released",
+}

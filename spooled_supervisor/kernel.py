@@ -1,0 +1,75 @@
+"""The few prctl(2) calls and the process title that the standard library has no words for.
+
+Cheap to import; both the supervisor and its children use it. `set_title` never fails and never shows payload or
+secrets, as callers give it none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"prctl({option}, {value})")
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Be sent this signal when the parent ends; 0 for none. It is lost on fork (prctl(2), PR_SET_PDEATHSIG)."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
+def set_child_subreaper(on: bool) -> None:
+    """Become the parent of descendants whose own parent ends (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    _prctl(PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def is_child_subreaper() -> bool:
+    """Whether this process is one."""
+    value = ctypes.c_int()
+    if _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_GET_CHILD_SUBREAPER)")
+    return bool(value.value)
+
+
+def set_dumpable(on: bool) -> None:
+    """Off: same-user processes can read neither this one's memory nor its environment (prctl(2), PR_SET_DUMPABLE)."""
+    _prctl(PR_SET_DUMPABLE, int(on))
+
+
+def _load_title_setter() -> Callable[[str], None]:
+    # SPT_NOENV: without it the title is written over the environment as others see it in /proc/PID/environ, where
+    # the marker that a later start looks for has to stay readable.
+    had = os.environ.get("SPT_NOENV")
+    os.environ["SPT_NOENV"] = "1"
+    try:
+        import setproctitle
+
+        setproctitle.getproctitle()  # the library reads its switches on first use
+    finally:
+        if had is None:
+            del os.environ["SPT_NOENV"]
+        else:
+            os.environ["SPT_NOENV"] = had
+    return setproctitle.setproctitle
+
+
+_set_title: Callable[[str], None] | None = None
+
+
+def set_title(title: str) -> None:
+    """What `ps` shows for this process."""
+    global _set_title
+    if _set_title is None:
+        _set_title = _load_title_setter()
+    _set_title(title)

@@ -1,0 +1,40 @@
+"""The API key, read again from its file when that has changed: a rotated key needs no restart."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from spooled_supervisor.config import ApiConfig
+from spooled_supervisor.timing import now
+
+LOOK_AGAIN_S = 5.0
+
+
+class ApiKey:
+    """Call it for the key as it is now. Never raises: a file that is gone or empty leaves the last key in place."""
+
+    def __init__(self, config: ApiConfig) -> None:
+        self._key = config.key.reveal()
+        self._file: Path | None = config.key_file
+        self._stamp = self._look()
+        self._looked_at = now()
+
+    def __call__(self) -> str:
+        if self._file is not None and now() - self._looked_at >= LOOK_AGAIN_S:
+            self._looked_at = now()
+            stamp = self._look()
+            if stamp != self._stamp and stamp is not None:
+                self._stamp = stamp
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    self._key = self._file.read_text("ascii").strip() or self._key
+        return self._key
+
+    def _look(self) -> tuple[int, int, int] | None:
+        if self._file is None:
+            return None
+        try:
+            stat = self._file.stat()
+        except OSError:
+            return None
+        return (stat.st_ino, stat.st_mtime_ns, stat.st_size)

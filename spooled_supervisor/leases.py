@@ -1,0 +1,190 @@
+"""What we hold: every lease, when it is due, and when it is lost. No I/O.
+
+Everything is keyed by (job id, lease id): the same job may be claimed again under another lease while the first run is
+still being killed, and the two must never be mixed up. Ends are counted from the *start* of the request that won or
+renewed the lease, on our own clock (`timing.now`), never from the service's. From `end = request start + duration`:
+
+    kill_at  = end - max(0.5 s, 5 % of the duration)       the family is killed here, so that it is dead before `end`
+    abort_at = kill_at - min(abort_grace, duration / 4)    the handler is told to stop
+    renew_at = request start + duration * fraction         renewals begin, and are retried until abort_at
+
+So a lease that cannot be renewed fences itself: nothing of ours runs any more when another worker may hold the job.
+Renewal goes on until the outcome is settled, during a drain too, and never waits for a child. A supervisor that is
+itself stopped (SIGSTOP, a frozen cgroup, a sleeping machine) cannot fence; on waking it looks at the ends first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spooled_supervisor.job import Job
+from spooled_supervisor.lifecycle import LEASE, LeaseEvent, LeaseState, advance
+from spooled_supervisor.timing import Backoff
+
+KILL_MARGIN_S = 0.5
+KILL_MARGIN_SHARE = 0.05
+GRACE_SHARE = 0.25
+RENEW_RETRY_FIRST_S = 0.25
+RENEW_RETRY_CAP_S = 5.0
+
+Key = tuple[str, str | None]
+
+
+def kill_margin(duration_s: float) -> float:
+    """How long before a lease's end its family is killed."""
+    return max(KILL_MARGIN_S, KILL_MARGIN_SHARE * duration_s)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One lease. `book` alone changes it; times are instants on `timing.now`."""
+
+    job: Job
+    fraction: float
+    abort_grace_s: float
+    state: LeaseState = LeaseState.HELD
+    started_at: float = 0.0
+    renew_at: float = 0.0
+    due_at: float = 0.0  # when the renewal that is due now was first due: its lateness is measured from here
+    renewing: bool = False
+    aborted: bool = False  # passing abort_at has been told
+    killed: bool = False  # passing kill_at has been told
+    backoff: Backoff = field(default_factory=lambda: Backoff(RENEW_RETRY_FIRST_S, RENEW_RETRY_CAP_S))
+
+    def count_from(self, started_at: float) -> None:
+        """The request that won or renewed it was started then."""
+        self.started_at = started_at
+        self.renew_at = self.due_at = started_at + self.job.lease_duration_s * self.fraction
+        self.backoff.reset()
+
+    @property
+    def end(self) -> float:
+        return self.started_at + self.job.lease_duration_s
+
+    @property
+    def kill_at(self) -> float:
+        return self.end - kill_margin(self.job.lease_duration_s)
+
+    @property
+    def abort_at(self) -> float:
+        return self.kill_at - min(self.abort_grace_s, self.job.lease_duration_s * GRACE_SHARE)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is still ours."""
+        return self.state in (LeaseState.HELD, LeaseState.SETTLING)
+
+    def next_due(self) -> float:
+        """The next instant at which `LeaseBook.due` has something to say about it."""
+        if self.state is LeaseState.SETTLING:
+            return self.end if self.renewing else min(self.renew_at, self.end)
+        if self.killed:
+            return self.end
+        if self.aborted:
+            return self.kill_at
+        return self.abort_at if self.renewing else min(self.renew_at, self.abort_at)
+
+
+@dataclass(slots=True)
+class Due:
+    """What has to be done now: renewals to send, runs to abort, families to kill, leases that are over."""
+
+    renew: list[Lease] = field(default_factory=list)
+    abort: list[Lease] = field(default_factory=list)
+    kill: list[Lease] = field(default_factory=list)
+    ended: list[Lease] = field(default_factory=list)
+
+
+class LeaseBook:
+    """All live leases by key. Synchronous; used from the loop's thread only."""
+
+    def __init__(self, *, fraction: float, abort_grace_s: float) -> None:
+        self._fraction = fraction
+        self._abort_grace_s = abort_grace_s
+        self._leases: dict[Key, Lease] = {}
+        self._next_due = float("inf")
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(tuple(self._leases.values()))
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._leases
+
+    def get(self, key: Key) -> Lease | None:
+        """The live lease with this key."""
+        return self._leases.get(key)
+
+    def hold(self, job: Job) -> Lease | None:
+        """Take a claimed job into the book; None if this very lease is in it already (an answer that came twice)."""
+        if job.key in self._leases:
+            return None
+        lease = Lease(job, self._fraction, self._abort_grace_s)
+        lease.count_from(job.requested_at)
+        self._leases[job.key] = lease
+        self._next_due = min(self._next_due, lease.next_due())
+        return lease
+
+    def next_due(self) -> float:
+        """No later than the next instant at which `due` will have something to say; inf if nothing is held."""
+        return self._next_due
+
+    def due(self, now: float) -> Due:
+        """What is due at `now`. Each abort, kill and end is told once; a renewal is told when none is under way."""
+        due = Due()
+        for lease in self:
+            runs = lease.state is LeaseState.HELD
+            if now >= lease.end:
+                due.ended.append(lease)
+                self._leave(lease, LeaseEvent.RAN_OUT_OF_TIME)
+            elif runs and now >= lease.kill_at and not lease.killed:
+                lease.killed = lease.aborted = True
+                due.kill.append(lease)
+            elif runs and now >= lease.abort_at and not lease.aborted:
+                lease.aborted = True
+                due.abort.append(lease)
+            elif now >= lease.renew_at and not lease.renewing and not (runs and lease.aborted):
+                lease.renewing = True
+                due.renew.append(lease)
+        self._next_due = min((lease.next_due() for lease in self), default=float("inf"))
+        return due
+
+    def renewed(self, lease: Lease, started_at: float) -> None:
+        """A renewal that was started then succeeded. It does not undo an abort that has been told already."""
+        lease.renewing = False
+        if lease.is_live and not (lease.state is LeaseState.HELD and lease.aborted):
+            lease.count_from(max(started_at, lease.started_at))
+        self._next_due = min(self._next_due, lease.next_due())
+
+    def renewal_failed(self, lease: Lease, now: float, *, retry_after_s: float | None = None) -> float:
+        """No usable answer; returns the instant of the next try, which never lies beyond abort_at by a hint's will."""
+        lease.renewing = False
+        delay = lease.backoff.next_delay()
+        if retry_after_s is not None:
+            delay = max(delay, min(retry_after_s, (lease.abort_at - now) / 2))
+        lease.renew_at = now + delay
+        self._next_due = min(self._next_due, lease.next_due())
+        return lease.renew_at
+
+    def decided(self, lease: Lease) -> None:
+        """The outcome is known and will be reported."""
+        lease.state = advance(LEASE, lease.state, LeaseEvent.WAS_DECIDED)
+
+    def settled(self, lease: Lease) -> None:
+        """The service has the outcome."""
+        self._leave(lease, LeaseEvent.WAS_TAKEN)
+
+    def refused(self, lease: Lease) -> None:
+        """The service does not accept the lease any more."""
+        self._leave(lease, LeaseEvent.WAS_REFUSED)
+
+    def dropped(self, lease: Lease) -> None:
+        """We give it up: it ends by itself at the service."""
+        self._leave(lease, LeaseEvent.WAS_DROPPED)
+
+    def _leave(self, lease: Lease, event: LeaseEvent) -> None:
+        lease.state = advance(LEASE, lease.state, event)
+        del self._leases[lease.job.key]

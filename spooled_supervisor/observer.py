@@ -1,0 +1,240 @@
+"""What the supervisor says of itself: the snapshot behind every endpoint and gauge, and the figures of a heartbeat.
+
+It reads the other parts and changes none. Memory is sampled, one process a SAMPLE_INTERVAL_S in a thread, as the kernel
+walks all pages for it: never during a scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spooled_supervisor.childlink import ChildLink
+from spooled_supervisor.claiming import Claimer
+from spooled_supervisor.config import QueueConfig
+from spooled_supervisor.forkclient import ForkServerKeeper
+from spooled_supervisor.holding import Holder
+from spooled_supervisor.leases import LeaseBook
+from spooled_supervisor.lifecycle import LeaseState, Phase
+from spooled_supervisor.pool import Pool
+from spooled_supervisor.registration import Registration, Vitals
+from spooled_supervisor.resources import FamilyUsage, pss_uss, read_host
+from spooled_supervisor.telemetry.snapshot import ChildSnapshot, QueueSnapshot, Snapshot
+from spooled_supervisor.timing import now, wall
+from spooled_supervisor.troubles import Troubles
+
+SAMPLE_INTERVAL_S = 1.0
+STUCK_LOOP_S = 30.0
+"""A part that has not turned for so long, though it should have, is a reason in `/health`."""
+SILENT_S = 60.0
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the supervisor knows of itself and nobody else does. Written by the supervisor, read here."""
+
+    worker_id: str
+    phase: Phase = Phase.BOOTING
+    quiet_reason: str | None = None  # claims nothing, on somebody's order
+    refused: str | None = None  # the API key is not accepted
+    is_proven: bool = False  # the service has accepted the key once
+    started_at: float = field(default_factory=now)
+    started_wall: float = field(default_factory=wall)
+
+
+class Observer:
+    """Observes one supervisor."""
+
+    def __init__(
+        self,
+        standing: Standing,
+        queues: Sequence[QueueConfig],
+        *,
+        pool: Pool,
+        keeper: ForkServerKeeper,
+        leases: LeaseBook,
+        holder: Holder,
+        claimer: Claimer,
+        registration: Registration,
+        troubles: Troubles,
+        cpus: float,
+    ) -> None:
+        self._standing = standing
+        self._queues = queues
+        self._pool = pool
+        self._keeper = keeper
+        self._leases = leases
+        self._holder = holder
+        self._claimer = claimer
+        self._registration = registration
+        self._troubles = troubles
+        self._cpus = cpus
+        self._usage = FamilyUsage()
+        self._memory: dict[int, tuple[int, int]] = {}  # pid: (pss, uss)
+
+    # --- heartbeats ----------------------------------------------------------------------------------------------
+
+    def vitals(self) -> Vitals:
+        """For the next heartbeat."""
+        pids = self._pool.pids
+        pss = {pid: sizes[0] for pid, sizes in self._memory.items() if pid in pids}
+        host = {f"host_{name}": value for name, value in dataclasses.asdict(read_host()).items() if value is not None}
+        return Vitals(
+            self.status(),
+            self._pool.jobs_held,
+            self._usage.cpu_percent(now(), pids, self._cpus),
+            self._usage.memory_percent(pss),
+            host,
+        )
+
+    def status(self) -> str:
+        """As the service calls it: healthy, degraded, draining."""
+        if self._standing.phase >= Phase.DRAINING:
+            return "draining"
+        return "degraded" if self._broken() else "healthy"
+
+    # --- health ------------------------------------------------------------------------------------------------------
+
+    def _broken(self) -> list[str]:
+        """What of our own is broken: reasons to say `degraded`."""
+        reasons: list[str] = []
+        if self._standing.phase is Phase.BOOTING:
+            return reasons
+        if not self._keeper.is_ready:
+            reasons.append("the fork server is down")
+        if self._pool.backed_off == len(self._pool.slots):
+            reasons.append("every child fails: all slots wait before they try again")
+        if self._keeper.failed is not None:
+            reasons.append(f"the fork server is not looked after: {self._keeper.failed!r}")
+        for name, queue in self._claimer.queues.items():
+            if queue.breaker.is_open:
+                reasons.append(f"queue {name}: its jobs kill their children; claims are held back")
+        return reasons
+
+    def _unhealthy(self) -> list[str]:
+        """Reasons for `/health` to answer 503."""
+        reasons = self._broken() + self._troubles.reasons
+        if self._standing.phase is Phase.BOOTING:
+            reasons.append("starting: no child has been ready yet")
+        if self._standing.refused is not None:
+            reasons.append(f"the API key is refused: {self._standing.refused}")
+        if now() - self._holder.last_tick_at > STUCK_LOOP_S:
+            reasons.append("leases are not looked after")
+        beat_at = self._registration.last_beat_at
+        if beat_at is not None and now() - beat_at > SILENT_S:
+            reasons.append(f"no heartbeat was accepted for {now() - beat_at:.0f} s")
+        return reasons
+
+    def _not_ready(self) -> list[str]:
+        """Reasons for `/readyz` to answer 503: why no job would be taken now."""
+        standing = self._standing
+        reasons = []
+        if standing.phase is Phase.BOOTING:
+            reasons.append("starting")
+        elif standing.phase > Phase.RUNNING:
+            reasons.append(f"stopping ({standing.phase.name.lower()})")
+        if standing.quiet_reason is not None:
+            reasons.append(f"quiet: {standing.quiet_reason}")
+        if standing.refused is not None:
+            reasons.append(f"the API key is refused: {standing.refused}")
+        elif not standing.is_proven:
+            reasons.append("the service has not answered yet")
+        if not self._keeper.is_ready:
+            reasons.append("the fork server is not up")
+        if not self._pool.usable:
+            reasons.append("no usable child")
+        return reasons
+
+    # --- the snapshot ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Everything, as it is now."""
+        at = now()
+        standing = self._standing
+        beat_at = self._registration.last_beat_at
+        waiting = [run.job.queue_name for run in self._pool.waiting]
+        return Snapshot(
+            phase=standing.phase.name.lower(),
+            worker_id=standing.worker_id,
+            uptime_s=round(at - standing.started_at, 3),
+            started_at=standing.started_wall,
+            registered=self._registration.is_registered,
+            quiet=standing.quiet_reason is not None,
+            reasons=tuple(self._not_ready()),
+            unhealthy=tuple(self._unhealthy()),
+            queues=tuple(
+                QueueSnapshot(q.name, q.weight, q.max_procs, self._pool.in_progress(q.name), waiting.count(q.name))
+                for q in self._queues
+            ),
+            children=tuple(self._child(child, at) for child in self._pool.children),
+            slots_backed_off=self._pool.backed_off,
+            leases_held=len(self._leases),
+            unsettled=sum(lease.state is LeaseState.SETTLING for lease in self._leases),
+            outbox_depth=0,
+            outbox_age_s=0.0,
+            heartbeat_age_s=None if beat_at is None else round(at - beat_at, 3),
+            procs=len(self._pool.slots),
+            generation=self._keeper.generation,
+        )
+
+    def _child(self, child: ChildLink, at: float) -> ChildSnapshot:
+        run = child.run
+        pss, uss = self._memory.get(child.pid, (None, None))
+        started_at = run.started_at if run is not None else None
+        has_deadline = started_at is not None and child.deadline is not None
+        return ChildSnapshot(
+            slot=child.slot,
+            pid=child.pid,
+            generation=child.generation,
+            state=child.state.name.lower(),
+            queue=None if run is None else run.job.queue_name,
+            job_id=None if run is None else run.job.id,
+            elapsed_s=None if started_at is None else round(at - started_at, 3),
+            deadline_in_s=round(child.deadline - at, 3) if has_deadline and child.deadline is not None else None,
+            percent=None if run is None else run.percent,
+            message=None if run is None else run.message,
+            jobs_done=child.jobs_done,
+            uptime_s=round(at - child.born_at, 3),
+            pss_bytes=pss,
+            uss_bytes=uss,
+            cpu_s=None,
+        )
+
+    async def sample(self) -> None:
+        """Measure the memory of one process after the other, for ever."""
+        while True:
+            pids = self._pool.pids
+            self._memory = {pid: sizes for pid, sizes in self._memory.items() if pid in pids}
+            for pid in pids:
+                await asyncio.sleep(SAMPLE_INTERVAL_S)
+                sizes = await asyncio.to_thread(pss_uss, pid)
+                if sizes is not None and pid in self._pool.pids:
+                    self._memory[pid] = sizes
+            if not pids:
+                await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+def boot_snapshot(standing: Standing, procs: int) -> Snapshot:
+    """Before there is anything to observe: the app is being imported."""
+    return Snapshot(
+        phase=standing.phase.name.lower(),
+        worker_id=standing.worker_id,
+        uptime_s=round(now() - standing.started_at, 3),
+        started_at=standing.started_wall,
+        registered=False,
+        quiet=False,
+        reasons=("starting: the app is being imported",),
+        unhealthy=("starting: the app is being imported",),
+        queues=(),
+        children=(),
+        slots_backed_off=0,
+        leases_held=0,
+        unsettled=0,
+        outbox_depth=0,
+        outbox_age_s=0.0,
+        heartbeat_age_s=None,
+        procs=procs,
+        generation=1,
+    )

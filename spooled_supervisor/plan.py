@@ -1,0 +1,135 @@
+"""What the pool must do next, decided without doing it. Pure: slots, children, waiting runs and an instant in, actions
+out; `pool.py` performs them.
+
+A slot is a place for one child and outlives it. A child that is being killed, or that leaves, has left its slot
+already, so that its replacement starts beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from spooled_supervisor.childlink import ChildLink, Run
+from spooled_supervisor.lifecycle import ChildState
+from spooled_supervisor.timing import Backoff
+
+BACKOFF_FIRST_S = 0.1
+BACKOFF_CAP_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place for one child; `not_before` is when the next one may be started, after failures."""
+
+    index: int
+    child: ChildLink | None = None
+    is_forking: bool = False
+    not_before: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
+
+    @property
+    def idle_child(self) -> ChildLink | None:
+        """Its child, if that could take a job now."""
+        return self.child if self.child is not None and self.child.state is ChildState.IDLE else None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Fork a child for this slot."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Send this run to this idle child."""
+
+    child: ChildLink
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOut:
+    """The running job's deadline passed: tell it to stop."""
+
+    child: ChildLink
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL to the family."""
+
+    child: ChildLink
+    reason: str
+
+
+Action: TypeAlias = Start | Give | TimeOut | Kill
+
+
+def plan(
+    at: float,
+    *,
+    slots: Sequence[Slot],
+    children: Iterable[ChildLink],
+    waiting: Iterable[Run],
+    caps: Mapping[str, int],
+    may_start: bool,
+) -> list[Action]:
+    """What must be done at instant `at`. Each child, slot and run is named at most once.
+
+    `caps`: how many children may work for a queue at once, for the queues that have a limit. `may_start`: children
+    that are missing are started.
+    """
+    overdue = [_end(child) for child in children if child.deadline is not None and at >= child.deadline]
+    starts = [
+        Start(slot)
+        for slot in slots
+        if may_start and slot.child is None and not slot.is_forking and at >= slot.not_before
+    ]
+    return [*overdue, *starts, *_gifts(slots, waiting, caps)]
+
+
+def next_deadline(*, slots: Sequence[Slot], children: Iterable[ChildLink], may_start: bool) -> float:
+    """When `plan` will have something to say because of time alone; inf if never."""
+    missing = (slot.not_before for slot in slots if may_start and slot.child is None and not slot.is_forking)
+    deadlines = (child.deadline for child in children if child.deadline is not None)
+    return min(min(missing, default=math.inf), min(deadlines, default=math.inf))
+
+
+def _end(child: ChildLink) -> Action:
+    """What the end of its state's time means for this child."""
+    run = child.run
+    match child.state:
+        case ChildState.BUSY if run is not None and run.started_at is not None:
+            return TimeOut(child)
+        case ChildState.BUSY:
+            return Kill(child, "unresponsive")  # it has never taken the job from its pipe
+        case ChildState.ABORTING:
+            reason = run.abort_reason if run is not None else None
+            # A drain only asks: what ends a job that goes on is then its own limit, or the supervisor itself.
+            return Kill(child, "timeout" if reason in (None, "shutdown") else reason)
+        case ChildState.STARTING:
+            return Kill(child, "boot")
+        case _:
+            return Kill(child, "exit")
+
+
+def _gifts(slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int]) -> Iterator[Give]:
+    idle = deque(child for slot in slots if (child := slot.idle_child) is not None)
+    busy: dict[str, int] = {}
+    if caps:
+        for slot in slots:
+            if slot.child is not None and slot.child.run is not None:
+                queue = slot.child.run.job.queue_name
+                busy[queue] = busy.get(queue, 0) + 1
+    for run in waiting:
+        if not idle:
+            return
+        queue = run.job.queue_name
+        if busy.get(queue, 0) < caps.get(queue, math.inf):
+            busy[queue] = busy.get(queue, 0) + 1
+            yield Give(idle.popleft(), run)

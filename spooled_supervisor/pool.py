@@ -1,0 +1,681 @@
+"""The supervisor's view of its children: who runs what; starts, gives, tells to stop, kills, buries.
+
+Facts (a frame, an exit, a deadline, an order) change the records at once and without awaiting; then `turn` asks
+`plan.py` what must be done and does it, so that between two awaits nobody meets a half-made decision. Only forking
+awaits.
+
+A run is over when its answer is in, or when its whole family is dead; then its outcome is handed on (`on_over`), once:
+the first of answer, death, deadline and lease loss decides, the rest is ignored. A child that dies before it has taken
+its job from the pipe costs that job nothing: another child gets it.
+
+The pool knows neither the service nor the ends of leases: it is told to abort and to kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, assert_never
+
+from spooled_supervisor import events as ev
+from spooled_supervisor import exits, family, frames
+from spooled_supervisor.childlink import ChildLink, Run
+from spooled_supervisor.config import PoolConfig
+from spooled_supervisor.errors import ProtocolError
+from spooled_supervisor.events import Events
+from spooled_supervisor.forkclient import ForkRefused, ForkServerGone, ForkServerKeeper
+from spooled_supervisor.job import Crashed, Failed, Outcome, Released, Succeeded, TimedOut
+from spooled_supervisor.leases import Key, Lease
+from spooled_supervisor.lifecycle import ChildEvent, ChildState
+from spooled_supervisor.plan import Give, Kill, Slot, Start, TimeOut, next_deadline, plan
+from spooled_supervisor.resources import OomCounter, rss_private
+from spooled_supervisor.timing import now
+
+START_LIMIT_S = 30.0
+"""A job that its child has not taken from the pipe by then goes to another child."""
+LEAVE_LIMIT_S = 5.0
+"""A child that holds no job and was asked to leave is killed after this: a thread or a stop hook keeps it."""
+FRAGILE_S = 1.0
+"""A child that ends by itself, without a job, sooner than this after its hello counts as one that failed to boot."""
+BROKEN_LIMIT_S = 1.0
+"""How long a child may live on after its pipe broke: its exit, which says more, usually follows at once."""
+CLOSE_LIMIT_S = 2.0
+MAX_TIMES_GIVEN = 3
+RECYCLE_JITTER = 0.1
+SWEEP_DELAY_S = 0.01
+SWEEP_LIMIT_S = 1.0
+"""Outcomes wait this long for orphans to die; one that cannot be killed must not hold a job for ever."""
+
+
+class Pool:
+    """All children of one supervisor. Used from the loop's thread only; `start` first, `close` last."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        keeper: ForkServerKeeper,
+        *,
+        events: Events,
+        caps: Mapping[str, int],
+        on_over: Callable[[Run, Outcome | None], None],
+        on_change: Callable[[], None],
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+    ) -> None:
+        self._config = config
+        self._keeper = keeper
+        self._events = events
+        self._caps = caps
+        self._on_over = on_over
+        self._on_change = on_change
+        self._spawn = spawn
+        self._slots = [Slot(index) for index in range(config.procs)]
+        self._children: dict[int, ChildLink] = {}  # by pid, until reaped
+        self._waiting: deque[Run] = deque()
+        self._next_run = 1
+        self._is_replacing = True  # children that are missing are started
+        self._forks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._foreign = frozenset(family.strangers(()))  # our children from before: a container's entry script's, say
+        self._oom = OomCounter()
+        self._oom_count = self._oom.read()
+        self._buried: list[Run] = []  # over as soon as no orphan is left
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._sweep_until = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._all_gone = asyncio.Event()  # no child is left to be reaped
+        self._all_gone.set()
+
+    # --- what it is asked -------------------------------------------------------------------------------------------
+
+    def submit(self, lease: Lease, *, timeout_s: float) -> None:
+        """Run this job as soon as a child is idle; it waits here until then."""
+        self._waiting.append(Run(self._next_run, lease, claimed_at=now(), timeout_s=timeout_s))
+        self._next_run += 1
+        self.turn()
+
+    def withdraw_waiting(self) -> list[Run]:
+        """Take back all runs that no child has."""
+        runs = list(self._waiting)
+        self._waiting.clear()
+        return runs
+
+    def withdraw(self, key: Key) -> Run | None:
+        """Take back the run with this lease if no child has it yet."""
+        for run in self._waiting:
+            if run.job.key == key:
+                self._waiting.remove(run)
+                return run
+        return None
+
+    def abort(
+        self, key: Key, reason: str, *, kill_after_s: float, verdict: Outcome | None = None, is_lost: bool = False
+    ) -> bool:
+        """Tell the running job with this lease to stop, and kill its family after so many seconds.
+
+        `verdict` becomes its outcome unless it has one; `is_lost`: it will have none. False if no child runs it.
+        """
+        child = self._child_with(key)
+        if child is None or child.run is None:
+            return False
+        _decide(child.run, verdict, is_lost=is_lost)
+        self._abort(child, reason, kill_after_s=kill_after_s)
+        return True
+
+    def abort_all(self, reason: str) -> None:
+        """Ask every running job to stop. Nobody is killed by this, and one that finishes has finished."""
+        for child in self.children:
+            self._abort(child, reason, kill_after_s=None)
+
+    def kill(self, key: Key, reason: str, *, verdict: Outcome | None = None, is_lost: bool = False) -> bool:
+        """Kill the family of the running job with this lease. False if no child runs it."""
+        child = self._child_with(key)
+        if child is None or child.run is None:
+            return False
+        _decide(child.run, verdict, is_lost=is_lost)
+        self._kill(child, reason)
+        return True
+
+    def kill_all(self, reason: str, *, verdict: Outcome | None = None) -> None:
+        """Kill every family; nobody is replaced."""
+        self._is_replacing = False
+        for child in self.children:
+            if child.run is not None:
+                _decide(child.run, verdict)
+            self._kill(child, reason)
+
+    def retire_idle(self) -> None:
+        """Ask children that have no job to leave, and replace none: the supervisor stops."""
+        self._is_replacing = False
+        for child in self.children:
+            if child.run is None:
+                self._ask_to_leave(child, "shutdown")
+
+    def recycle_if_above(self, pid: int, private_bytes: int) -> None:
+        """A sample of a child's memory; beyond its limit it leaves after its job."""
+        child = self._children.get(pid)
+        if child is not None:
+            self._recycle_if_fat(child, private_bytes)
+
+    async def close(self) -> None:
+        """Kill what is left, see it dead (within CLOSE_LIMIT_S), let the fork server go."""
+        self.kill_all("shutdown")
+        for task in self._forks:
+            task.cancel()
+        await asyncio.gather(*self._forks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._all_gone.wait()
+        for timer in (self._timer, self._sweep_timer):
+            if timer is not None:
+                timer.cancel()
+        for child in self.children:  # in the kernel's hands: not even SIGKILL has ended it
+            child.close()
+        self._children.clear()
+        await self._keeper.close()
+        family.sweep(self._foreign, kill=True)
+
+    # --- what it shows ----------------------------------------------------------------------------------------------
+
+    @property
+    def children(self) -> tuple[ChildLink, ...]:
+        """All that are not reaped yet."""
+        return tuple(self._children.values())
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the fork server and all children."""
+        server = self._keeper.pid
+        return [*self._children] + ([server] if server is not None else [])
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(self._slots)
+
+    @property
+    def waiting(self) -> tuple[Run, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def idle(self) -> int:
+        """Children that could take a job now."""
+        return sum(slot.idle_child is not None for slot in self._slots)
+
+    @property
+    def usable(self) -> int:
+        """Children that run jobs now or could."""
+        return sum(slot.child is not None and slot.child.is_usable for slot in self._slots)
+
+    @property
+    def backed_off(self) -> int:
+        """Slots without a child whose last one failed."""
+        return sum(slot.child is None and slot.backoff.failures > 0 for slot in self._slots)
+
+    @property
+    def jobs_held(self) -> int:
+        """Runs that are not over."""
+        return len(self._waiting) + sum(child.run is not None for child in self.children) + len(self._buried)
+
+    def in_progress(self, queue_name: str) -> int:
+        """How many children work for this queue."""
+        return sum(c.run is not None and c.run.job.queue_name == queue_name for c in self._children.values())
+
+    def places(self, prefetch: int) -> int:
+        """How many more jobs may be claimed: one per idle child, and `prefetch` in advance per usable one."""
+        return max(0, self.idle + prefetch * self.usable - len(self._waiting))
+
+    # --- plan and perform -------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Do what is due, and wake up again when the next thing is."""
+        may_start = self._is_replacing and self._keeper.is_ready
+        for action in plan(
+            now(),
+            slots=self._slots,
+            children=self._children.values(),
+            waiting=self._waiting,
+            caps=self._caps,
+            may_start=may_start,
+        ):
+            match action:
+                case Start(slot=slot):
+                    self._start(slot)
+                case Give(child=child, run=run):
+                    self._give(child, run)
+                case TimeOut(child=child):
+                    self._time_out(child)
+                case Kill(child=child, reason=reason):
+                    self._kill(child, reason)
+                case _:
+                    assert_never(action)
+        self._arm(next_deadline(slots=self._slots, children=self._children.values(), may_start=may_start))
+
+    def _arm(self, when: float) -> None:
+        """Have `turn` called at `when`. A timer that is set for earlier is left: it will look again."""
+        if when == math.inf:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.turn()
+
+    def _start(self, slot: Slot) -> None:
+        slot.is_forking = True
+        task = self._spawn(self._fork(slot), f"fork {slot.index}")
+        self._forks.add(task)
+        task.add_done_callback(self._forks.discard)
+
+    async def _fork(self, slot: Slot) -> None:
+        try:
+            born = await self._keeper.fork(slot.index)
+        except ForkServerGone:
+            return  # the keeper says when there is another one
+        except (ForkRefused, OSError) as error:  # OSError: no descriptors left for another child's pipes
+            cause = str(error)
+            self._back_off(slot, lambda delay: ev.ForkFailed(slot.index, cause, delay))
+            return
+        finally:
+            slot.is_forking = False
+            self._loop.call_soon(self._sweep)  # held up while the fork was open
+        child = ChildLink(
+            born,
+            born_at=now(),
+            on_message=self._on_message,
+            on_broken=self._on_broken,
+            on_exit=self._on_exit,
+            on_line=self._on_line,
+            on_dropped=self._on_dropped,
+        )
+        self._children[child.pid] = child
+        self._all_gone.clear()
+        slot.child = child
+        child.deadline = child.born_at + self._config.boot_timeout_s
+        child.jobs_limit = _jittered_limit(self._config.max_jobs_per_child)
+        child.send(frames.Adopted(os.getpid()))
+        self._events.emit(ev.ChildStarted(slot.index, child.generation, child.pid))
+        if not self._is_replacing:
+            self._ask_to_leave(child, "shutdown")
+        self.turn()
+
+    def _give(self, child: ChildLink, run: Run) -> None:
+        """The child counts as busy before the frame is written."""
+        self._waiting.remove(run)
+        run.given_at = now()
+        run.times_given += 1
+        run.slot = child.slot
+        child.run = run
+        child.output.begin()
+        child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)
+        job = run.job
+        child.send(
+            frames.RunJob(
+                run.number,
+                job.id,
+                job.queue_name,
+                job.payload,
+                job.retry_count,
+                job.max_retries,
+                run.timeout_s,
+            )
+        )
+
+    def _time_out(self, child: ChildLink) -> None:
+        assert child.run is not None
+        _decide(child.run, TimedOut(child.run.timeout_s))
+        self._abort(child, "timeout", kill_after_s=self._config.abort_grace_s, event=ChildEvent.RAN_OUT_OF_TIME)
+
+    def _abort(
+        self,
+        child: ChildLink,
+        reason: str,
+        *,
+        kill_after_s: float | None,
+        event: ChildEvent = ChildEvent.WAS_ASKED_TO_ABORT,
+    ) -> None:
+        """Tell the child's job to stop. It is told the first reason; a later one can only bring its end nearer.
+
+        Without `kill_after_s` the job's own limit goes on to count, and its passing kills at once.
+        """
+        run = child.run
+        if run is None or child.state not in (ChildState.BUSY, ChildState.ABORTING):
+            return
+        limit = now() + kill_after_s if kill_after_s is not None else math.inf
+        is_over = event is ChildEvent.RAN_OUT_OF_TIME or child.deadline is None
+        deadline = limit if is_over else min(limit, child.deadline or 0.0)
+        child.advance(event, deadline)
+        if run.abort_reason is None:
+            child.abort(run.number, reason)
+            self._events.emit(ev.JobAborting(run.job.id, run.job.queue_name, child.slot, reason))
+        if run.abort_reason is None or limit <= deadline:
+            run.abort_reason = reason
+        self._arm(deadline)
+
+    def _kill(self, child: ChildLink, reason: str) -> None:
+        if child.state in (ChildState.KILLED, ChildState.GONE):
+            return
+        run = child.run
+        if run is not None and run.abort_reason is not None:
+            run.stack = child.read_stack()
+        if run is not None and reason == "timeout":
+            _decide(run, TimedOut(run.timeout_s))
+        child.kill_reason = reason
+        child.advance(ChildEvent.WAS_KILLED)
+        self._vacate(child)
+        descendants = family.kill_family(child.pid, child.pidfd)
+        job_id = None if run is None else run.job.id
+        self._events.emit(ev.ChildKilled(child.slot, child.generation, child.pid, reason, job_id, descendants))
+
+    def _ask_to_leave(self, child: ChildLink, reason: str) -> None:
+        """Leave after the current job, or now if there is none."""
+        child.leave_reason = child.leave_reason or reason
+        if child.state in (ChildState.STARTING, ChildState.IDLE):
+            child.advance(ChildEvent.WAS_ASKED_TO_LEAVE, now() + LEAVE_LIMIT_S)
+            child.send(frames.Leave())
+            self._vacate(child)
+            self._arm(now() + LEAVE_LIMIT_S)
+
+    def _vacate(self, child: ChildLink) -> None:
+        """It takes no more jobs; a replacement for its slot starts beside it, as soon as we are done here."""
+        slot = self._slot_of(child)
+        if slot is not None:
+            slot.child = None
+            self._loop.call_soon(self.turn)
+
+    # --- what children tell -----------------------------------------------------------------------------------------
+
+    def _on_message(self, child: ChildLink, message: frames.FromChild) -> None:
+        match message:
+            case frames.Answer():
+                self._on_answer(child, message)
+            case frames.Started(run=number):
+                self._on_started(child, _run_of(child, number))
+            case frames.Progress(run=number, percent=percent, message=text):
+                run = _run_of(child, number)
+                run.percent, run.message = percent, text
+                job = run.job
+                self._events.emit(ev.JobProgressed(job.id, job.queue_name, child.slot, percent, text))
+            case frames.Log(severity=severity, message=text, meta=meta, source=source):
+                self._emit_line(child, severity, text, source, meta)
+            case frames.LogsDropped(lines=lines):
+                self._on_dropped(child, lines)
+            case frames.Hello():
+                self._on_hello(child, message)
+            case frames.BootFailed(error=error):
+                child.boot_error = error
+            case _:
+                assert_never(message)
+
+    def _on_hello(self, child: ChildLink, hello: frames.Hello) -> None:
+        if (hello.slot, hello.generation, hello.pid) != (child.slot, child.generation, child.pid):
+            raise ProtocolError("its hello is somebody else's")
+        if child.ready_at is not None:
+            raise ProtocolError("it said hello twice")
+        child.ready_at = now()
+        if child.state is ChildState.KILLED:
+            return
+        child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)
+        if self._config.max_child_memory_bytes is not None:
+            child.base_memory_bytes = rss_private(child.pid)
+        boot_s = round(child.ready_at - child.born_at, 4)
+        self._events.emit(ev.ChildReady(child.slot, child.generation, child.pid, boot_s))
+        self.turn()
+        self._on_change()
+
+    def _on_started(self, child: ChildLink, run: Run) -> None:
+        if run.started_at is not None:
+            raise ProtocolError("it started a run twice")
+        run.started_at = now()
+        if child.state is ChildState.BUSY:
+            child.deadline = run.started_at + run.timeout_s
+            self._arm(child.deadline)
+        job = run.job
+        wait_s = round(run.started_at - run.claimed_at, 6)
+        self._events.emit(ev.JobStarted(job.id, job.queue_name, child.slot, child.pid, wait_s))
+
+    def _on_answer(self, child: ChildLink, answer: frames.Answer) -> None:
+        run = _run_of(child, answer.run)
+        if run.started_at is None or (answer.result is None) == (answer.error is None):
+            raise ProtocolError("an answer that is none")
+        run.cpu_s = answer.cpu_s
+        _decide(run, _outcome(run, answer))
+        if child.state is ChildState.KILLED:
+            return  # its family is dying: the run is over when that is done
+        if run.abort_reason is not None:
+            run.stack = child.read_stack()
+        child.run = None
+        child.jobs_done += 1
+        child.output.drain()
+        child.advance(ChildEvent.ANSWERED)
+        self._recycle_if_due(child, answer.leaving)
+        self._over(run)
+        self.turn()
+        self._on_change()
+
+    def _recycle_if_due(self, child: ChildLink, unfit: str | None) -> None:
+        slot = self._slot_of(child)
+        if slot is not None:
+            slot.backoff.reset()
+        if unfit is not None or child.leave_reason is not None:
+            self._ask_to_leave(child, child.leave_reason or unfit or "")
+        elif child.jobs_limit is not None and child.jobs_done >= child.jobs_limit:
+            self._ask_to_leave(child, "jobs")
+        elif self._config.max_child_memory_bytes is not None:
+            self._recycle_if_fat(child, rss_private(child.pid))
+
+    def _recycle_if_fat(self, child: ChildLink, private_bytes: int) -> None:
+        limit = self._config.max_child_memory_bytes
+        if limit is not None and private_bytes - child.base_memory_bytes > limit and child.leave_reason is None:
+            self._ask_to_leave(child, "memory")
+
+    def _over(self, run: Run) -> None:
+        """Hand the outcome on; with the stack, if it was told to stop because of the time."""
+        verdict = run.verdict
+        if isinstance(verdict, TimedOut):
+            verdict = dataclasses.replace(verdict, stack=run.stack)
+        self._on_over(run, None if run.is_lost else verdict)
+
+    def _on_line(self, child: ChildLink, line: str) -> None:
+        self._emit_line(child, "info", line, "output", None)
+
+    def _emit_line(self, child: ChildLink, severity: str, text: str, source: str, meta: str | None) -> None:
+        job = None if child.run is None else child.run.job
+        self._events.emit(
+            ev.JobLogged(
+                None if job is None else job.id,
+                None if job is None else job.queue_name,
+                child.slot,
+                child.pid,
+                severity,
+                text,
+                source,
+                meta,
+            )
+        )
+
+    def _on_dropped(self, child: ChildLink, lines: int) -> None:
+        job_id = None if child.run is None else child.run.job.id
+        self._events.emit(ev.JobOutputDropped(job_id, child.slot, lines))
+
+    def _on_broken(self, child: ChildLink, why: str) -> None:
+        """Its pipe ended or made no sense. Usually its exit follows at once and says more; if not, it is killed."""
+        if child.state not in (ChildState.KILLED, ChildState.GONE):
+            child.broken = why
+            self._loop.call_later(BROKEN_LIMIT_S, self._kill_if_there, child)
+
+    def _kill_if_there(self, child: ChildLink) -> None:
+        if self._children.get(child.pid) is child:
+            self._kill(child, "protocol")
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, child: ChildLink) -> None:
+        """Its pidfd is readable. What it has left in its pipes counts first: an answer may be among it."""
+        child.drain_reports()
+        reaped = child.reap()
+        if reaped is None:
+            return
+        run, child.run = child.run, None
+        child.output.drain()
+        tail = child.output.tail
+        cause = self._cause(child, exits.decode(reaped.status))
+        was_booting = child.ready_at is None
+        child.advance(ChildEvent.EXITED)
+        del self._children[child.pid]
+        if not self._children:
+            self._all_gone.set()
+        self._keeper.forget(child.pid)
+        slot = self._slot_of(child)
+        self._vacate(child)
+        self._tell_exit(child, reaped, cause)
+        child.close()
+        if slot is not None and run is None and (was_booting or _is_fragile(child)):
+            self._blame_boot(slot, child, cause, tail)
+        elif was_booting and child.kill_reason == "boot":
+            self._blame_boot(self._slots[child.slot], child, cause, tail)
+        if run is not None:
+            self._bury(run, cause, tail)
+        self._sweep_soon()
+        self._on_change()
+
+    def _cause(self, child: ChildLink, exit: exits.Exit) -> str:
+        """Why it ended, in words that a person can act on."""
+        words = exit.words()
+        if exit.signal == "SIGKILL" and child.kill_reason is None:
+            count = self._oom.read()
+            proof = self._oom.words(self._oom_count, count)
+            self._oom_count = count
+            return f"{words}; {proof}" if proof else words
+        if child.broken is not None and child.kill_reason == "protocol":
+            return f"{words}; {child.broken}"
+        return words
+
+    def _tell_exit(self, child: ChildLink, reaped: exits.Reaped, cause: str) -> None:
+        exit = exits.decode(reaped.status)
+        self._events.emit(
+            ev.ChildExited(
+                child.slot,
+                child.generation,
+                child.pid,
+                child.kill_reason or child.leave_reason or ("boot" if child.ready_at is None else "crash"),
+                cause,
+                exit.signal,
+                exit.exit_code,
+                round(now() - child.born_at, 3),
+                round(reaped.cpu_s, 3),
+                reaped.max_rss_bytes,
+                child.jobs_done,
+            )
+        )
+
+    def _blame_boot(self, slot: Slot, child: ChildLink, cause: str, tail: str) -> None:
+        if child.leave_reason is not None:
+            return  # it was asked to
+        if child.kill_reason == "boot":
+            cause = f"it was not ready after --boot-timeout {self._config.boot_timeout_s:g} s"
+        self._back_off(
+            slot,
+            lambda delay: ev.ChildFailedToBoot(
+                slot.index, child.generation, child.pid, child.boot_error or cause, tail, delay
+            ),
+        )
+
+    def _back_off(self, slot: Slot, event: Callable[[float], ev.Event]) -> None:
+        delay = slot.backoff.next_delay()
+        slot.not_before = now() + delay
+        self._events.emit(event(round(delay, 3)))
+        self._arm(slot.not_before)
+        self._on_change()
+
+    def _bury(self, run: Run, cause: str, tail: str) -> None:
+        """The child died with this run: it crashed, unless it was decided already or never started."""
+        never_started = run.started_at is None and run.verdict is None and not run.is_lost
+        if never_started and run.times_given < MAX_TIMES_GIVEN:
+            self._waiting.appendleft(run)
+            return
+        was = "was " if cause.startswith("killed") else ""
+        _decide(run, Crashed(f"the child {was}{cause} without an outcome", tail))
+        self._buried.append(run)
+
+    def _sweep_soon(self) -> None:
+        self._sweep_until = now() + SWEEP_LIMIT_S
+        self._loop.call_soon(self._sweep)
+
+    def sweep_hint(self) -> None:
+        """SIGCHLD: somebody died. Known children are told by their pidfds; this looks after strangers."""
+        if self._sweep_timer is None:
+            self._sweep_timer = self._loop.call_later(SWEEP_DELAY_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Kill and reap what jobs have left behind; then runs whose children are dead are over.
+
+        Not while a fork is open: the stranger may be the child that it is about to name.
+        """
+        self._sweep_timer = None
+        if self._keeper.open_requests:
+            return
+        swept = family.sweep(self._foreign.union(self.pids), kill=True)
+        if swept.found:
+            self._events.emit(ev.OrphansKilled(swept.found, swept.names))
+        if swept.left:
+            self._sweep_timer = self._loop.call_later(SWEEP_DELAY_S, self._sweep)
+            if now() < self._sweep_until:
+                return
+        buried, self._buried = self._buried, []
+        for run in buried:
+            self._over(run)
+        if buried:
+            self.turn()
+            self._on_change()
+
+    def _child_with(self, key: Key) -> ChildLink | None:
+        for child in self._children.values():
+            if child.run is not None and child.run.job.key == key:
+                return child
+        return None
+
+    def _slot_of(self, child: ChildLink) -> Slot | None:
+        slot = self._slots[child.slot]
+        return slot if slot.child is child else None
+
+
+def _decide(run: Run, verdict: Outcome | None, *, is_lost: bool = False) -> None:
+    """The first verdict counts."""
+    run.is_lost = run.is_lost or is_lost
+    if run.verdict is None:
+        run.verdict = verdict
+
+
+def _outcome(run: Run, answer: frames.Answer) -> Outcome:
+    if answer.result is not None:
+        return Succeeded(answer.result)
+    if answer.aborted == "shutdown" and run.abort_reason == "shutdown":
+        return Released(answer.error or "")
+    return Failed(answer.error or "", retryable=answer.retryable)
+
+
+def _run_of(child: ChildLink, number: int) -> Run:
+    """The child's run, if it has this number. Raises ProtocolError: a child speaks of the one run that it holds."""
+    if child.run is None or child.run.number != number:
+        raise ProtocolError(f"it spoke of run {number}, which is not its own")
+    return child.run
+
+
+def _is_fragile(child: ChildLink) -> bool:
+    """Whether it ended by itself so soon after its hello that its successor should not start at once."""
+    is_by_itself = child.kill_reason is None and child.leave_reason is None
+    return is_by_itself and child.ready_at is not None and not child.jobs_done and now() - child.ready_at < FRAGILE_S
+
+
+def _jittered_limit(limit: int | None) -> int | None:
+    """Up to a tenth sooner, so that not all children are replaced at once."""
+    return None if limit is None else max(1, limit - random.randint(0, int(limit * RECYCLE_JITTER)))

@@ -1,0 +1,165 @@
+"""Our row in the service's list of workers: register, heartbeats, deregister.
+
+It never stops the work: a service that has no place for another worker (429, plan quota), knows us no more (404) or
+does not answer is asked again for ever, slowly, while jobs are claimed all the same (claims need no registration).
+Heartbeats go on during a drain, as the service takes the jobs of silent workers away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.values import HeartbeatAnswer
+from spooled_supervisor.config import WorkerConfig
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
+from spooled_supervisor.events import Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
+from spooled_supervisor.timing import Alarm, Backoff, jittered, now
+from spooled_supervisor.troubles import Troubles
+
+TIMEOUT_S = 5.0
+RETRY_FIRST_S = 1.0
+RETRY_CAP_S = 60.0
+INTERVAL_S = 10.0
+INTERVAL_BOUNDS_S = (1.0, 60.0)
+"""What the service may ask for: above it, it would take us for dead (two minutes of silence)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a heartbeat says of us."""
+
+    status: str  # healthy, degraded, draining
+    current_jobs: int
+    cpu_percent: float
+    memory_percent: float
+    host: dict[str, Any]
+
+
+class Registration:
+    """Registers, and beats until it is cancelled."""
+
+    def __init__(
+        self,
+        api: RestApi,
+        worker: WorkerConfig,
+        *,
+        worker_id: str,
+        queue_names: tuple[str, ...],
+        max_concurrency: int,
+        events: Events,
+        troubles: Troubles,
+        vitals: Callable[[], Vitals],
+        on_command: Callable[[str], None],
+        on_refused: Callable[[CredentialsRefused], None],
+    ) -> None:
+        self._api = api
+        self._worker = worker
+        self._worker_id = worker_id
+        self._queue_names = queue_names
+        self._max_concurrency = max_concurrency
+        self._events = events
+        self._troubles = troubles
+        self._vitals = vitals
+        self._on_command = on_command
+        self._on_refused = on_refused
+        self._alarm = Alarm()
+        self._backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
+        self._interval_s = INTERVAL_S
+        self.is_registered = False
+        self.last_beat_at: float | None = None
+
+    def beat_now(self) -> None:
+        """Tell the service at once (the status has changed)."""
+        if self.is_registered:
+            self._alarm.ring()
+
+    async def run(self) -> None:
+        """Register, then beat every interval, for ever."""
+        await self._alarm.wait_until(now() + jittered(0.05, 1.0))  # a fleet that starts together does not ask together
+        while True:
+            delay = await (self._beat() if self.is_registered else self._register())
+            await self._alarm.wait_until(now() + delay)
+
+    async def deregister(self, timeout_s: float) -> bool:
+        """Leave the list; whether that worked (or there was nothing to leave). Never raises."""
+        if not self.is_registered:
+            return True
+        try:
+            await self._api.deregister(timeout_s=timeout_s)
+        except (ApiUnavailable, ApiRefused) as error:
+            self._troubles.failed("deregister", str(error), None)
+            return False
+        self.is_registered = False
+        self._events.emit(WorkerDeregistered(self._worker_id))
+        return True
+
+    async def _register(self) -> float:
+        """One try; seconds until the next thing to do."""
+        worker = self._worker
+        try:
+            registration = await self._api.register(
+                queue_names=self._queue_names,
+                hostname=worker.hostname,
+                worker_type=worker.worker_type,
+                version=worker.version,
+                max_concurrency=self._max_concurrency,
+                metadata=worker.metadata,
+                timeout_s=TIMEOUT_S,
+            )
+        except (ApiUnavailable, ApiRefused) as error:
+            return self._failed("register", error)
+        self._worked("register")
+        self.is_registered = True
+        self._adopt_interval(registration.heartbeat_interval_s)
+        self._events.emit(WorkerRegistered(registration.worker_id, self._queue_names[0], self._interval_s))
+        return 0.0
+
+    async def _beat(self) -> float:
+        """One heartbeat; seconds until the next thing to do."""
+        vitals = self._vitals()
+        try:
+            answer = await self._api.heartbeat(
+                status=vitals.status,
+                current_jobs=vitals.current_jobs,
+                cpu_percent=vitals.cpu_percent,
+                memory_percent=vitals.memory_percent,
+                metadata={**self._worker.metadata, **vitals.host},
+                timeout_s=TIMEOUT_S,
+            )
+        except (ApiUnavailable, ApiRefused) as error:
+            return min(self._failed("heartbeat", error), self._interval_s)
+        self._worked("heartbeat")
+        return self._take(answer, vitals)
+
+    def _take(self, answer: HeartbeatAnswer, vitals: Vitals) -> float:
+        if not answer.known:  # forgotten: register again with the same id
+            self.is_registered = False
+            return jittered(RETRY_FIRST_S, 0.5)
+        self.last_beat_at = now()
+        self._events.emit(HeartbeatSent(vitals.status, vitals.current_jobs, vitals.cpu_percent, vitals.memory_percent))
+        if answer.next_heartbeat_s is not None:
+            self._adopt_interval(answer.next_heartbeat_s)
+        for command in answer.commands:
+            self._on_command(command)
+        if answer.should_drain:
+            self._on_command("drain")
+        return jittered(self._interval_s, 0.05)
+
+    def _adopt_interval(self, interval_s: float) -> None:
+        low, high = INTERVAL_BOUNDS_S
+        self._interval_s = min(high, max(low, interval_s))
+
+    def _failed(self, operation: str, error: ApiUnavailable | ApiRefused) -> float:
+        hint = error.retry_after_s if isinstance(error, ApiUnavailable) else None
+        delay = max(self._backoff.next_delay(), min(hint or 0.0, RETRY_CAP_S))
+        self._troubles.failed(operation, str(error), delay)
+        if isinstance(error, CredentialsRefused):
+            self._on_refused(error)
+        return delay
+
+    def _worked(self, operation: str) -> None:
+        self._backoff.reset()
+        self._troubles.worked(operation)

@@ -1,0 +1,44 @@
+"""Which operations of the service fail at the moment: said once when it begins, once when it ends, and in `reasons`.
+
+An outage of an hour is two lines in the log, not thousands. No I/O.
+"""
+
+from __future__ import annotations
+
+from spooled_supervisor.events import ApiRecovered, ApiTroubled, Events
+
+PERSISTENT_FAILURES = 3
+"""From so many failures in a row on, an operation's trouble is worth a reason in `/health`."""
+
+
+class Troubles:
+    """Failures in a row by operation (and queue, where it concerns one)."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._failures: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
+
+    def failed(self, operation: str, reason: str, retry_in_s: float | None) -> None:
+        """One more failure; the first of a row, and one for another reason, is told."""
+        self._failures[operation] = self._failures.get(operation, 0) + 1
+        if self._reasons.get(operation) != reason:
+            self._reasons[operation] = reason
+            rounded = None if retry_in_s is None else round(retry_in_s, 3)
+            self._events.emit(ApiTroubled(operation, reason, rounded))
+
+    def worked(self, operation: str) -> None:
+        """It works (again)."""
+        failures = self._failures.pop(operation, 0)
+        if failures:
+            del self._reasons[operation]
+            self._events.emit(ApiRecovered(operation, failures))
+
+    @property
+    def reasons(self) -> list[str]:
+        """What has failed several times in a row, in words."""
+        return [
+            f"{operation}: {self._reasons[operation]}"
+            for operation, failures in self._failures.items()
+            if failures >= PERSISTENT_FAILURES
+        ]
