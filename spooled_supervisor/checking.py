@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 
 from spooled_supervisor import timing
 from spooled_supervisor.config import Config
 from spooled_supervisor.errors import ConfigError
-from spooled_supervisor.events import Events, ForkServerThreaded
+from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
 from spooled_supervisor.frames import Preload
 
@@ -20,28 +21,20 @@ def app_problems(config: Config) -> list[str]:
 
 
 async def _import_app(config: Config) -> list[str]:
-    problems: list[str] = []
-    events = Events()
-
-    def on_threads(event: ForkServerThreaded) -> None:
-        if config.pool.strict_preload:
-            problems.append(f"app {config.app!r} starts threads while it is imported: {', '.join(event.threads)}")
-
-    events.subscribe(on_threads, ForkServerThreaded)
     keeper = ForkServerKeeper(
-        lambda generation: preload(config, generation),
+        functools.partial(preload, config),
         child_environment(os.environ, marker=str(config.state_dir), threads=1),
-        boot_timeout_s=config.pool.boot_timeout_s or 60.0,
-        events=events,
+        boot_timeout_s=config.pool.boot_timeout_s,
+        events=Events(),
         on_ready=lambda: None,
     )
     try:
         await keeper.start()
     except ConfigError as error:
-        problems += error.problems
+        return error.problems
     finally:
         await keeper.close()
-    return problems
+    return []
 
 
 def preload(config: Config, generation: int) -> Preload:
@@ -51,6 +44,6 @@ def preload(config: Config, generation: int) -> Preload:
         config.app,
         [queue.name for queue in config.queues],
         config.pool.strict_preload,
-        config.pool.child_nice or 0,
-        config.log.level or "info",
+        config.pool.child_nice,
+        config.log.level,
     )

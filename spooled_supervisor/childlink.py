@@ -46,6 +46,7 @@ class Run:
     abort_reason: str | None = None
     percent: float | None = None
     message: str | None = None
+    is_isolated: bool = False  # in a fresh child that runs no other job: this one has killed its child before
     times_given: int = 0
     slot: int | None = None  # of the child that has it
     sent_percent: tuple[float | None, str | None] = (None, None)  # what `progress.py` has told the service

@@ -358,6 +358,58 @@ class OutcomeDropped(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class SurvivorsKilled(Event):
+    """Processes of an earlier life of this supervisor were still running."""
+
+    level: ClassVar[int] = WARNING
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverReported(Event):
+    """A lease of an earlier life: its outcome is reported now (`finished`), or its job is failed, as nobody runs it."""
+
+    level: ClassVar[int] = WARNING
+    job_id: str
+    queue_name: str
+    status: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverExpired(Event):
+    """A lease of an earlier life has ended: the service has given the job to somebody else, or will."""
+
+    level: ClassVar[int] = WARNING
+    job_id: str
+    queue_name: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverKept(Event):
+    """A lease of an earlier life belongs to another service than the one configured now; it stays in the outbox."""
+
+    level: ClassVar[int] = WARNING
+    job_id: str
+    queue_name: str
+    api_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxTroubled(Event):
+    """Nothing is kept on disk for now: a crash would lose what is finished and not reported."""
+
+    level: ClassVar[int] = ERROR
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxRecovered(Event):
+    """Outcomes are kept on disk again."""
+
+
 # --- the service ----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ does not depend on a child, and goes on while an outcome is on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from spooled_supervisor import events as ev
@@ -22,6 +22,8 @@ from spooled_supervisor.events import Events
 from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succeeded, TimedOut, error_text
 from spooled_supervisor.leases import Due, Lease, LeaseBook
 from spooled_supervisor.lifecycle import LeaseState
+from spooled_supervisor.outbox import Leftover, Outbox
+from spooled_supervisor.poison import DEATHS_TO_REFUSE, PoisonList
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.progress import ProgressSender
 from spooled_supervisor.settling import Settler
@@ -50,6 +52,8 @@ class Holder:
         events: Events,
         gate: RateGate,
         progress: ProgressSender,
+        outbox: Outbox,
+        poison: PoisonList,
         breakers: Mapping[str, QueueBreaker],
         abort_grace_s: float,
         limit_of: Callable[[Job], float],
@@ -65,6 +69,8 @@ class Holder:
         self._events = events
         self._gate = gate
         self._progress = progress
+        self._outbox = outbox
+        self._poison = poison
         self._breakers = breakers
         self._abort_grace_s = abort_grace_s
         self._limit_of = limit_of
@@ -75,17 +81,20 @@ class Holder:
         self._alarm = Alarm()
         self._settled = Alarm()
         self.last_tick_at = now()
+        self._outbox_problem: str | None = None  # the last one that was told
         self.given_up = 0  # outcomes that never reached the service
 
     # --- from the claim -------------------------------------------------------------------------------------------
 
     def take(self, claim: Claim, asked: int) -> None:
         """The jobs of a claim are ours now: run them; what is unreadable or beyond what was asked for goes back."""
+        self._outbox.hold([*claim.jobs, *(unreadable.job for unreadable in claim.unreadable)])
         for job in claim.jobs[:asked]:
             if (lease := self._hold(job)) is not None:
                 self._run_or_return(lease)
         for job in claim.jobs[asked:]:
-            self._return(self._hold(job), "not started: the service gave more jobs than were asked for")
+            if (lease := self._hold(job)) is not None:
+                self._return(lease, "not started: the service gave more jobs than were asked for")
         for unreadable in claim.unreadable:
             if (lease := self._hold(unreadable.job)) is not None:
                 self._finish(lease, Failed(f"the job's record cannot be used: {unreadable.reason}", retryable=False))
@@ -112,14 +121,17 @@ class Holder:
 
     def _run_or_return(self, lease: Lease) -> None:
         job = lease.job
-        if self._is_draining() and not (job.is_last_attempt and self._pool.idle):
+        deaths = self._poison.deaths(job.id)
+        if deaths is not None and deaths.count >= DEATHS_TO_REFUSE:
+            text = f"not run: this job has killed its child {deaths.count} times; the last time: {deaths.evidence}"
+            self._finish(lease, Failed(text))
+        elif self._is_draining() and not (job.is_last_attempt and self._pool.idle):
             self._return(lease, "not started: the worker is shutting down")
         else:
-            self._pool.submit(lease, timeout_s=self._limit_of(job))
+            self._pool.submit(lease, timeout_s=self._limit_of(job), is_isolated=deaths is not None)
 
-    def _return(self, lease: Lease | None, why: str) -> None:
-        if lease is not None:
-            self._finish(lease, Released(why))
+    def _return(self, lease: Lease, why: str) -> None:
+        self._finish(lease, Released(why))
 
     # --- to the outcome ---------------------------------------------------------------------------------------------
 
@@ -129,22 +141,64 @@ class Holder:
         if outcome is None or not lease.is_live:
             if lease.is_live:
                 self._leases.dropped(lease)
+            self._outbox.forget(lease.job)
             self._settled.ring()
             return
-        breaker = self._breakers.get(run.job.queue_name)
-        if breaker is not None and not isinstance(outcome, Released):
-            breaker.crashed(now()) if isinstance(outcome, Crashed) else breaker.answered()
+        self._learn(run.job, outcome)
         self._finish(lease, outcome, run)
+
+    def _learn(self, job: Job, outcome: Outcome) -> None:
+        """What the end of a run says of its queue and of its job."""
+        if isinstance(outcome, Released):
+            return
+        breaker = self._breakers.get(job.queue_name)
+        if isinstance(outcome, Crashed):
+            self._poison.died(job.id, outcome.cause)
+            if breaker is not None:
+                breaker.crashed(now())
+        else:
+            self._poison.answered(job.id)
+            if breaker is not None:
+                breaker.answered()
 
     def _finish(self, lease: Lease, outcome: Outcome, run: Run | None = None) -> None:
         self._leases.decided(lease)
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
-    async def _settle(self, lease: Lease, outcome: Outcome) -> None:
-        if not await self._settler.settle(lease, outcome):
+    async def _settle(self, lease: Lease, outcome: Outcome, api: RestApi | None = None) -> None:
+        await self._outbox.decide(lease.job, outcome, started_at=lease.started_at)
+        if not await self._settler.settle(lease, outcome, api or self._api):
             self.given_up += 1
+        self._outbox.forget(lease.job)
         self._settled.ring()
+
+    # --- from an earlier life ---------------------------------------------------------------------------------------
+
+    def restore(self, leftovers: Sequence[Leftover]) -> None:
+        """Report what an earlier life has left: its outcomes, and a failure for each job that it had not finished.
+
+        Its processes are dead by now. What belongs to another service is kept and named, what is too old forgotten.
+        """
+        for leftover in leftovers:
+            job = leftover.job
+            if leftover.api_url != self._api.base_url:
+                self._events.emit(ev.LeftoverKept(job.id, job.queue_name, leftover.api_url))
+                continue
+            lease = self._leases.hold(job) if leftover.end > now() else None
+            if lease is None:
+                self._outbox.forget(job)
+                self._events.emit(ev.LeftoverExpired(job.id, job.queue_name, leftover.outcome is not None))
+                continue
+            outcome = leftover.outcome or Crashed("the supervisor ended while it held this job; it was started again")
+            status = "completed" if isinstance(outcome, Succeeded) else "failed"
+            self._events.emit(ev.LeftoverReported(job.id, job.queue_name, status, leftover.outcome is not None))
+            self._leases.decided(lease)
+            self._spawn(self._settle(lease, outcome, self._api.acting_as(leftover.worker_id)), "settle")
+
+    def hold_again(self) -> None:
+        """The outbox has got its file back: what is held now is not in it."""
+        self._outbox.hold([lease.job for lease in self._leases if lease.state is LeaseState.HELD])
 
     @property
     def held(self) -> int:
@@ -170,13 +224,24 @@ class Holder:
             self.last_tick_at = at
             self._act_on(self._leases.due(at), at)
             self._progress.tick(at)
+            self._keep_outbox(at)
             self._on_tick(at)
             if not self._pool.usable:
                 self._return_stranded(at)
 
+    def _keep_outbox(self, at: float) -> None:
+        self._outbox.tick(at)
+        problem = self._outbox.problem
+        if problem is not None and self._outbox_problem is None:
+            self._events.emit(ev.OutboxTroubled(problem))
+        elif problem is None and self._outbox_problem is not None:
+            self._events.emit(ev.OutboxRecovered())
+        self._outbox_problem = problem
+
     def _act_on(self, due: Due, at: float) -> None:
         for lease in due.ended:
-            self._pool.kill(lease.job.key, "lease_lost", is_lost=True)
+            if not self._pool.kill(lease.job.key, "lease_lost", is_lost=True):
+                self._outbox.forget(lease.job)
             self._lost(lease, "it ended before it could be renewed")
         for lease in due.kill:
             self._pool.kill(lease.job.key, "lease_lost", is_lost=True)
@@ -184,6 +249,7 @@ class Holder:
             kill_after_s = max(0.0, lease.kill_at - at)
             if not self._pool.abort(lease.job.key, "lease_lost", kill_after_s=kill_after_s, is_lost=True):
                 self._leases.dropped(lease)
+                self._outbox.forget(lease.job)
             self._lost(lease, "it could not be renewed in time")
         for lease in due.renew:
             self._spawn(self._renew(lease), "renew")
@@ -207,6 +273,7 @@ class Holder:
             result = "unavailable"
         else:
             self._leases.renewed(lease, started_at)
+            self._outbox.renewed(lease.job, started_at)
             result = "ok"
         self._events.emit(ev.LeaseRenewed(lease.job.id, result, round(late_s, 4)))
         if self._leases.next_due() < self._alarm.when:
@@ -219,7 +286,8 @@ class Holder:
             return
         self._leases.refused(lease)
         grace_s = min(self._abort_grace_s, LOST_GRACE_S)
-        self._pool.abort(lease.job.key, "lease_lost", kill_after_s=grace_s, is_lost=True)
+        if not self._pool.abort(lease.job.key, "lease_lost", kill_after_s=grace_s, is_lost=True):
+            self._outbox.forget(lease.job)
         self._lost(lease, lost.reason)
 
     def _renewal_failed(self, lease: Lease, error: ApiUnavailable | ApiRefused) -> None:

@@ -18,6 +18,7 @@ from spooled_supervisor.forkclient import ForkServerKeeper
 from spooled_supervisor.holding import Holder
 from spooled_supervisor.leases import LeaseBook
 from spooled_supervisor.lifecycle import LeaseState, Phase
+from spooled_supervisor.outbox import Outbox
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.registration import Registration, Vitals
 from spooled_supervisor.resources import FamilyUsage, pss_uss, read_host
@@ -59,6 +60,7 @@ class Observer:
         claimer: Claimer,
         registration: Registration,
         troubles: Troubles,
+        outbox: Outbox,
         cpus: float,
     ) -> None:
         self._standing = standing
@@ -70,6 +72,7 @@ class Observer:
         self._claimer = claimer
         self._registration = registration
         self._troubles = troubles
+        self._outbox = outbox
         self._cpus = cpus
         self._usage = FamilyUsage()
         self._memory: dict[int, tuple[int, int]] = {}  # pid: (pss, uss)
@@ -141,6 +144,10 @@ class Observer:
             reasons.append(f"the API key is refused: {standing.refused}")
         elif not standing.is_proven:
             reasons.append("the service has not answered yet")
+        if self._outbox.is_full:
+            reasons.append(f"the outbox is full: {self._outbox.depth} outcomes wait for the service")
+        if self._outbox.problem is not None:
+            reasons.append(f"outcomes are kept in memory only: {self._outbox.problem}")
         if not self._keeper.is_ready:
             reasons.append("the fork server is not up")
         if not self._pool.usable:
@@ -172,8 +179,9 @@ class Observer:
             slots_backed_off=self._pool.backed_off,
             leases_held=len(self._leases),
             unsettled=sum(lease.state is LeaseState.SETTLING for lease in self._leases),
-            outbox_depth=0,
-            outbox_age_s=0.0,
+            outbox_depth=self._outbox.depth,
+            outbox_age_s=round(self._outbox.age_s(at), 3),
+            outbox_on_disk=self._outbox.problem is None,
             heartbeat_age_s=None if beat_at is None else round(at - beat_at, 3),
             procs=len(self._pool.slots),
             generation=self._keeper.generation,
@@ -234,6 +242,7 @@ def boot_snapshot(standing: Standing, procs: int) -> Snapshot:
         unsettled=0,
         outbox_depth=0,
         outbox_age_s=0.0,
+        outbox_on_disk=True,
         heartbeat_age_s=None,
         procs=procs,
         generation=1,

@@ -8,7 +8,6 @@ already, so that its replacement starts beside it.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -19,6 +18,8 @@ from spooled_supervisor.timing import Backoff
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_CAP_S = 30.0
+ISOLATION = "isolation"
+"""Why a child leaves that is in the way of a job which must run alone in a fresh one, or has run such a job."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,15 @@ class Kill:
     reason: str
 
 
-Action: TypeAlias = Start | Give | TimeOut | Kill
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Ask this idle child to leave, so that a fresh one takes its place."""
+
+    child: ChildLink
+    reason: str
+
+
+Action: TypeAlias = Start | Give | TimeOut | Kill | Retire
 
 
 def plan(
@@ -118,8 +127,8 @@ def _end(child: ChildLink) -> Action:
             return Kill(child, "exit")
 
 
-def _gifts(slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int]) -> Iterator[Give]:
-    idle = deque(child for slot in slots if (child := slot.idle_child) is not None)
+def _gifts(slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int]) -> Iterator[Give | Retire]:
+    idle = [child for slot in slots if (child := slot.idle_child) is not None]
     busy: dict[str, int] = {}
     if caps:
         for slot in slots:
@@ -130,6 +139,12 @@ def _gifts(slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int
         if not idle:
             return
         queue = run.job.queue_name
-        if busy.get(queue, 0) < caps.get(queue, math.inf):
-            busy[queue] = busy.get(queue, 0) + 1
-            yield Give(idle.popleft(), run)
+        if busy.get(queue, 0) >= caps.get(queue, math.inf):
+            continue
+        child = idle[0] if not run.is_isolated else next((child for child in idle if not child.jobs_done), None)
+        if child is None:  # it must not share a child with other jobs, and none is fresh
+            yield Retire(idle.pop(0), ISOLATION)
+            continue
+        idle.remove(child)
+        busy[queue] = busy.get(queue, 0) + 1
+        yield Give(child, run)

@@ -33,7 +33,7 @@ from spooled_supervisor.forkclient import ForkRefused, ForkServerGone, ForkServe
 from spooled_supervisor.job import Crashed, Failed, Outcome, Released, Succeeded, TimedOut
 from spooled_supervisor.leases import Key, Lease
 from spooled_supervisor.lifecycle import ChildEvent, ChildState
-from spooled_supervisor.plan import Give, Kill, Slot, Start, TimeOut, next_deadline, plan
+from spooled_supervisor.plan import ISOLATION, Give, Kill, Retire, Slot, Start, TimeOut, next_deadline, plan
 from spooled_supervisor.resources import OomCounter, rss_private
 from spooled_supervisor.timing import now
 
@@ -93,9 +93,10 @@ class Pool:
 
     # --- what it is asked -------------------------------------------------------------------------------------------
 
-    def submit(self, lease: Lease, *, timeout_s: float) -> None:
-        """Run this job as soon as a child is idle; it waits here until then."""
-        self._waiting.append(Run(self._next_run, lease, claimed_at=now(), timeout_s=timeout_s))
+    def submit(self, lease: Lease, *, timeout_s: float, is_isolated: bool = False) -> None:
+        """Run this job as soon as a child is idle (a fresh one that runs nothing else); it waits here until then."""
+        run = Run(self._next_run, lease, claimed_at=now(), timeout_s=timeout_s, is_isolated=is_isolated)
+        self._waiting.append(run)
         self._next_run += 1
         self.turn()
 
@@ -251,6 +252,8 @@ class Pool:
                     self._time_out(child)
                 case Kill(child=child, reason=reason):
                     self._kill(child, reason)
+                case Retire(child=child, reason=reason):
+                    self._ask_to_leave(child, reason)
                 case _:
                     assert_never(action)
         self._arm(next_deadline(slots=self._slots, children=self._children.values(), may_start=may_start))
@@ -456,7 +459,7 @@ class Pool:
         child.jobs_done += 1
         child.output.drain()
         child.advance(ChildEvent.ANSWERED)
-        self._recycle_if_due(child, answer.leaving)
+        self._recycle_if_due(child, answer.leaving or (ISOLATION if run.is_isolated else None))
         self._over(run)
         self.turn()
         self._on_change()

@@ -47,7 +47,6 @@ class Settler:
 
     def __init__(
         self,
-        api: RestApi,
         leases: LeaseBook,
         *,
         events: Events,
@@ -55,32 +54,31 @@ class Settler:
         gate: RateGate,
         on_refused: Callable[[CredentialsRefused], None],
     ) -> None:
-        self._api = api
         self._leases = leases
         self._events = events
         self._troubles = troubles
         self._gate = gate
         self._on_refused = on_refused
 
-    async def settle(self, lease: Lease, outcome: Outcome) -> bool:
-        """Report the outcome of this lease; False if it could not be brought to the service. Raises nothing of ours.
+    async def settle(self, lease: Lease, outcome: Outcome, api: RestApi) -> bool:
+        """Report the outcome of this lease through `api`; False if it could not be brought to the service.
 
         Not cancel-safe: the report may have reached the service.
         """
         report = _Report(outcome)
         backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
         while lease.is_live and now() < lease.end:  # the clock too: after a sleep this may run before the book is kept
-            delay = await self._try(lease, report, backoff)
+            delay = await self._try(api, lease, report, backoff)
             if delay is None:
                 return not report.is_dropped
             await asyncio.sleep(min(delay, max(0.0, lease.end - now())))
         self._drop(lease, report, "the lease ended before the service took it")
         return False
 
-    async def _try(self, lease: Lease, report: _Report, backoff: Backoff) -> float | None:
+    async def _try(self, api: RestApi, lease: Lease, report: _Report, backoff: Backoff) -> float | None:
         """One try. None: it is over, one way or the other; else seconds to wait before the next one."""
         try:
-            already = await self._send(lease, report)
+            already = await self._send(api, lease, report)
         except LeaseLost as lost:
             self._lose(lease, report, lost)
             return None
@@ -102,16 +100,16 @@ class Settler:
         self._events.emit(OutcomeSettled(job.id, job.queue_name, report.status, already, report.tries))
         return None
 
-    async def _send(self, lease: Lease, report: _Report) -> bool:
+    async def _send(self, api: RestApi, lease: Lease, report: _Report) -> bool:
         """One request; whether an earlier one had landed already."""
         tries, report.tries = report.tries, report.tries + 1
         deadline = min(now() + TRY_TIMEOUT_S, lease.end)
         match report.outcome:
             case Succeeded(result=result):
-                settled = await self._api.complete(lease.job, result, tries_before=tries, deadline=deadline)
+                settled = await api.complete(lease.job, result, tries_before=tries, deadline=deadline)
             case outcome:
                 retryable = not isinstance(outcome, Failed) or outcome.retryable
-                settled = await self._api.fail(
+                settled = await api.fail(
                     lease.job, error_text(outcome), retryable=retryable, tries_before=tries, deadline=deadline
                 )
         return settled.already

@@ -23,7 +23,7 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from spooled_supervisor import __version__, kernel
+from spooled_supervisor import __version__, family, kernel, processes
 from spooled_supervisor import events as ev
 from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.rest import RestApi
@@ -40,6 +40,8 @@ from spooled_supervisor.keys import ApiKey
 from spooled_supervisor.leases import LeaseBook
 from spooled_supervisor.lifecycle import Phase
 from spooled_supervisor.observer import Observer, Standing, boot_snapshot
+from spooled_supervisor.outbox import Outbox
+from spooled_supervisor.poison import PoisonList
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.progress import ProgressSender
 from spooled_supervisor.registration import Registration
@@ -121,6 +123,8 @@ class Supervisor:
             host, port = config.http_listen
             endpoints = Endpoints(host, port, snapshot=self.snapshot, metrics=metrics, log=self._log)
             await stack.enter_async_context(endpoints)
+        self._outbox = stack.enter_context(self._make_outbox())
+        self._kill_survivors()
         keeper = self._make_keeper()
         stack.push_async_callback(keeper.close)
         if not await self._is_booted(keeper):
@@ -145,6 +149,28 @@ class Supervisor:
             return False
         boot.result()
         return True
+
+    def _make_outbox(self) -> Outbox:
+        return Outbox(
+            self._state.path,
+            api_url=self._config.api.url,
+            worker_id=self._standing.worker_id,
+            on_reopened=lambda: self._holder.hold_again(),
+        )
+
+    def _kill_survivors(self) -> None:
+        """Children of an earlier life die with it, but not what they had started; nobody of them may go on."""
+        boot = processes.boot_id()
+        killed = 0
+        for pid, start_time in self._outbox.survivors():
+            if processes.is_same_process(pid, start_time, boot):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+        killed += family.kill_marked(str(self._state.path)).killed
+        self._outbox.forget_survivors()
+        if killed:
+            self._events.emit(ev.SurvivorsKilled(killed))
 
     def _make_keeper(self) -> ForkServerKeeper:
         config = self._config
@@ -201,7 +227,6 @@ class Supervisor:
             pool,
             self._leases,
             Settler(
-                api,
                 self._leases,
                 events=events,
                 troubles=self._troubles,
@@ -211,6 +236,8 @@ class Supervisor:
             events=events,
             gate=self._gate,
             progress=ProgressSender(api, pool, self._gate, self._spawn),
+            outbox=self._outbox,
+            poison=PoisonList(self._outbox),
             breakers={name: queue.breaker for name, queue in self._claimer.queues.items()},
             abort_grace_s=config.pool.abort_grace_s,
             limit_of=self._limit_of,
@@ -241,6 +268,7 @@ class Supervisor:
             claimer=self._claimer,
             registration=self._registration,
             troubles=self._troubles,
+            outbox=self._outbox,
             cpus=cpus_available(),
         )
 
@@ -248,6 +276,9 @@ class Supervisor:
         assert self._observer is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
         self._events.subscribe(self._on_request, ev.ApiRequestFinished)
+        self._events.subscribe(self._on_child_started, ev.ChildStarted)
+        self._events.subscribe(lambda exited: self._outbox.child_gone(exited.pid), ev.ChildExited)
+        self._holder.restore(self._outbox.leftovers())
         self._spawn(self._claimer.run(), "claim")
         self._spawn(self._holder.keep_leases(), "keep leases")
         self._spawn(self._registration.run(), "register and beat")
@@ -404,6 +435,11 @@ class Supervisor:
             self._standing.refused = None
             self._claimer.wake()
 
+    def _on_child_started(self, started: ev.ChildStarted) -> None:
+        start_time = processes.start_time(started.pid)
+        if start_time is not None:
+            self._outbox.child_born(started.pid, start_time)
+
     # --- what the parts ask --------------------------------------------------------------------------------------
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -414,7 +450,8 @@ class Supervisor:
 
     def _may_claim(self) -> bool:
         standing = self._standing
-        return standing.phase is Phase.RUNNING and standing.quiet_reason is None and standing.refused is None
+        is_free = standing.quiet_reason is None and standing.refused is None and not self._outbox.is_full
+        return standing.phase is Phase.RUNNING and is_free
 
     def _limit_of(self, job: Job) -> float:
         """The job's own limit, the queue's and ours: the shortest counts."""

@@ -133,8 +133,7 @@ class Exchange:
             status = ""
             raise
         finally:
-            if response is not None:
-                await asyncio.shield(_close(response))
+            await asyncio.shield(watch.close() if response is None else _close(response))
             if status:
                 self._events.emit(ApiRequestFinished(operation, status, timing.now() - started_at))
         return self._received(response, content, started_at, replay)
@@ -178,22 +177,31 @@ class Exchange:
 
 
 class _Watch:
-    """httpcore's `trace` extension: tells a fresh connection from one that was kept from an earlier request."""
+    """The `trace` extension of httpcore: whether a request has made a connection of its own, and which."""
 
-    __slots__ = ("_connected", "_sending")
+    __slots__ = ("_connecting", "_sending", "_stream")
 
     def __init__(self) -> None:
-        self._connected = self._sending = False
+        self._connecting = self._sending = False
+        self._stream: Any = None
 
     async def __call__(self, event: str, info: Mapping[str, Any]) -> None:
         if event.endswith(".connect_tcp.started"):
-            self._connected = True
+            self._connecting = True
+        elif event.endswith(".connect_tcp.complete"):
+            self._stream = info["return_value"]
         elif event.endswith(".send_request_headers.started"):
             self._sending = True
 
     @property
     def reused(self) -> bool:
-        return self._sending and not self._connected
+        """Whether the connection was kept from an earlier request."""
+        return self._sending and not self._connecting
+
+    async def close(self) -> None:
+        """After a failure: httpcore forgets a connection whose TLS handshake is cancelled, without closing it."""
+        if self._stream is not None:
+            await self._stream.aclose()
 
 
 async def _close(response: httpx.Response) -> None:
@@ -229,11 +237,10 @@ def _split(base_url: str) -> tuple[str, bytes]:
 
 
 def _make_transport(prefix: str, ca_file: Path | None) -> httpx.AsyncBaseTransport:
-    """Certificates are always verified: against `ca_file`, else SSL_CERT_FILE / SSL_CERT_DIR, else the usual ones."""
     proxy = proxy_for(prefix)
     try:
         return httpx.AsyncHTTPTransport(
-            verify=ssl.create_default_context(cafile=str(ca_file)) if ca_file else True,
+            verify=_trust(prefix, ca_file),
             http2=False,
             limits=httpx.Limits(
                 max_connections=None,
@@ -245,6 +252,14 @@ def _make_transport(prefix: str, ca_file: Path | None) -> httpx.AsyncBaseTranspo
     except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
         about = f"CA file {str(ca_file)!r}" if isinstance(error, OSError) and ca_file else "connection settings"
         raise ConfigError(f"{about}: {error}") from error
+
+
+def _trust(prefix: str, ca_file: Path | None) -> ssl.SSLContext | bool:
+    """Certificates are always verified: against `ca_file`, else SSL_CERT_FILE / SSL_CERT_DIR, else the usual ones."""
+    if ca_file is not None:
+        return ssl.create_default_context(cafile=str(ca_file))
+    # Reading the usual ones takes 20 ms; without TLS nobody needs to be trusted, and an empty context trusts nobody.
+    return True if prefix.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def proxy_for(url: str) -> str | None:

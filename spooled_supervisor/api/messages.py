@@ -76,8 +76,7 @@ def register_body(
             "max_concurrent_jobs": places,
             "max_concurrency": places,
             "hostname": clean_hostname(hostname),
-            "worker_type": printable(worker_type, MAX_WORD_CHARS),
-            "version": printable(version, MAX_WORD_CHARS),
+            **_words(worker_type=worker_type, version=version),
             **_metadata(metadata),
         }
     )
@@ -144,6 +143,11 @@ def clean_hostname(hostname: str) -> str:
 def _fence(worker_id: str, job: Job) -> dict[str, Any]:
     # Without a lease id the field is left out: the newer service answers 422 to null, as it does to its absence.
     return {"worker_id": worker_id} if job.lease_id is None else {"worker_id": worker_id, "lease_id": job.lease_id}
+
+
+def _words(**words: str) -> dict[str, str]:
+    clean = ((name, printable(word, MAX_WORD_CHARS)) for name, word in words.items())
+    return {name: word for name, word in clean if word}
 
 
 def _metadata(metadata: Mapping[str, Any] | None) -> dict[str, Raw]:

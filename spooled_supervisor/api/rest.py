@@ -6,6 +6,7 @@ This module knows which address, body and reading belong to which call. The rest
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,7 @@ class RestApi:
         self._exchange = Exchange(
             base_url, api_key, events, ca_file=ca_file, user_agent=user_agent, transport=transport
         )
+        self.base_url = base_url
         self._worker_id = worker_id
         self._known_as = worker_id  # only an old service names us itself; claims and reports go on under our own name
         self._renew_route: str | None = None  # the one that worked
@@ -73,6 +75,12 @@ class RestApi:
     ) -> None:
         """Close all connections; calls that are still out fail."""
         await self._exchange.aclose()
+
+    def acting_as(self, worker_id: str) -> RestApi:
+        """The same client, reporting under another id: what an earlier life has claimed under that id."""
+        twin = copy.copy(self)
+        twin._worker_id = worker_id
+        return twin
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 

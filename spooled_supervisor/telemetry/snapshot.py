@@ -69,6 +69,7 @@ class Snapshot:
     unsettled: int
     outbox_depth: int
     outbox_age_s: float
+    outbox_on_disk: bool
     heartbeat_age_s: float | None
     procs: int
     generation: int

@@ -302,7 +302,7 @@ def test_no_slowness_outlives_the_deadline(stub: StubApi, slow: Reply) -> None:
     async def main() -> None:
         async with client(stub.url) as one:
             started = timing.now()
-            assert "no answer within 0.1 s" in str(await refusal(one, SHORT_S))
+            assert "no answer within" in str(await refusal(one, SHORT_S))
             assert SHORT_S <= timing.now() - started < SHORT_S + 2.0
             assert one.statuses == ["timeout"]
             assert (await one.post()).answer.status == 200  # on another connection
@@ -360,12 +360,8 @@ def test_a_cancelled_call_closes_its_connection_and_is_not_counted(stub: StubApi
     assert [request.connection for request in stub.requests] == [1, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_calls_cancelled_at_any_moment_leave_the_client_usable(stub: StubApi) -> None:
-    """Cancels after 0, 1, 2 ... turns of the loop, through connecting, sending, reading and closing.
-
-    In the one turn in which a connection is made, anyio loses sight of its socket, which the garbage collector closes.
-    """
+    """Cancels after 0, 1, 2 ... turns of the loop, through connecting, sending, reading and closing."""
 
     async def main() -> None:
         async with client(stub.url) as one:
@@ -382,7 +378,7 @@ def test_calls_cancelled_at_any_moment_leave_the_client_usable(stub: StubApi) ->
             assert finished
 
     run(main)
-    gc.collect()
+    gc.collect()  # a socket that was lost says so
 
 
 def test_giving_the_connection_back_is_not_torn_by_a_cancellation() -> None:
@@ -662,12 +658,16 @@ def test_a_certificate_for_another_name_is_never_accepted(tls_stub: StubApi, cer
     assert tls_stub.requests == []
 
 
-def test_plain_http_where_tls_is_expected_is_unavailable(stub: StubApi) -> None:
+def test_a_handshake_that_hangs_ends_at_the_deadline_and_leaves_no_socket(stub: StubApi) -> None:
+    """The stub speaks plain HTTP and waits for the end of what it takes for a header."""
+
     async def main() -> None:
         async with client(f"https://127.0.0.1:{stub.port}") as one:
-            await refusal(one)
+            await refusal(one, SHORT_S)
+            assert one.statuses == ["timeout"]
 
     run(main)
+    gc.collect()  # a socket that was lost says so
 
 
 def test_idle_connections_are_kept_longer_than_heartbeats_are_apart() -> None:

@@ -32,7 +32,7 @@ def test_a_hint_is_waited_for_and_spread(hint_s: float) -> None:
 @pytest.mark.parametrize("hint_s", [61.0, 300.0, float("inf")])
 def test_a_huge_hint_is_capped_and_still_spread(hint_s: float) -> None:
     found = waits(hint_s)
-    assert CAP_S * 0.9 <= min(found)
+    assert min(found) >= CAP_S * 0.9
     assert max(found) <= CAP_S
     assert max(found) - min(found) > 3.0
 

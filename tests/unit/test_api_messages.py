@@ -102,6 +102,10 @@ def test_register_cuts_words_and_drops_metadata_that_cannot_be_sent() -> None:
     assert "metadata" not in body
 
 
+def test_register_leaves_empty_words_out() -> None:
+    assert register(worker_type="", version=" \n").keys() & {"worker_type", "version"} == set()
+
+
 def nested() -> dict[str, Any]:
     deep: dict[str, Any] = {}
     for _ in range(100_000):

@@ -58,6 +58,7 @@ RUNNING = Snapshot(
     unsettled=0,
     outbox_depth=0,
     outbox_age_s=0.0,
+    outbox_on_disk=True,
     heartbeat_age_s=1.0,
     procs=4,
     generation=1,
