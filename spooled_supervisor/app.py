@@ -120,7 +120,11 @@ class AbortSignal:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Sleep until aborted, at most `timeout_s` seconds (None: for ever); whether it is aborted."""
         if self._eventfd is None:
-            self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if self._eventfd is None:
+                self._eventfd = made
+            else:  # another thread was faster, and may sleep on that one already
+                os.close(made)
         if not self.aborted:  # asked after the eventfd exists: an abort in between has not been missed
             poll = select.poll()
             poll.register(self._eventfd, select.POLLIN)
@@ -135,7 +139,7 @@ class AbortSignal:
         """
         self._listeners.append(listener)
         if self.aborted:
-            self._tell(listener)
+            self._tell_listeners()
 
     def raise_if_aborted(self) -> None:
         """Raise `JobAborted` if the job was told to stop."""
@@ -149,8 +153,7 @@ class AbortSignal:
         self._reason = reason
         if self._eventfd is not None:
             os.eventfd_write(self._eventfd, 1)
-        for listener in tuple(self._listeners):
-            self._tell(listener)
+        self._tell_listeners()
 
     def close(self) -> None:
         """Give the eventfd back; the runner calls this when the job is over."""
@@ -158,12 +161,16 @@ class AbortSignal:
             fd, self._eventfd = self._eventfd, None
             os.close(fd)
 
-    @staticmethod
-    def _tell(listener: Callable[[], object]) -> None:
-        try:
-            listener()
-        except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
+    def _tell_listeners(self) -> None:
+        while True:
+            try:
+                listener = self._listeners.pop(0)  # before it is told, so that an abort in between cannot tell it twice
+            except IndexError:
+                return
+            try:
+                listener()
+            except BaseException as error:  # JobAborted, too: it would come up in the middle of a frame of ours
+                sys.excepthook(type(error), error, error.__traceback__)
 
 
 class Reporter(Protocol):

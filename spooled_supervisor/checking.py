@@ -45,5 +45,6 @@ def preload(config: Config, generation: int) -> Preload:
         [queue.name for queue in config.queues],
         config.pool.strict_preload,
         config.pool.child_nice,
+        config.pool.leftovers == "kill",
         config.log.level,
     )

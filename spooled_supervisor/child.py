@@ -13,7 +13,6 @@ the supervisor's first, so that the stack is there even when a C call never lets
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import gc
 import inspect
 import json
@@ -30,12 +29,15 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from spooled_supervisor import frames, kernel
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.results import NotJson, encode_result
+from spooled_supervisor.tidy import Baseline
 
 if TYPE_CHECKING:
     import asyncio
@@ -58,7 +60,6 @@ EXIT_LEFT = 0
 EXIT_SUPERVISOR_GONE = 3
 EXIT_BOOT_FAILED = 4
 READ_BYTES = 1 << 20
-HIGH_FD = 300
 LOG_LINES_PER_S = 200
 LOG_BURST = 1000
 STACK_FRAMES_IN_ERROR = 6
@@ -76,6 +77,7 @@ class Birth:
     output_fd: int
     stack_fd: int
     nice: int
+    kills_leftovers: bool
     log_level: str
 
 
@@ -99,9 +101,9 @@ class Child:
         self._app = app
         self._birth = birth = replace(
             birth,
-            jobs_fd=_move_up(birth.jobs_fd),
-            reports_fd=_move_up(birth.reports_fd),
-            stack_fd=_move_up(birth.stack_fd),
+            jobs_fd=kernel.move_high(birth.jobs_fd),
+            reports_fd=kernel.move_high(birth.reports_fd),
+            stack_fd=kernel.move_high(birth.stack_fd),
         )
         self._decoder = frames.decoder_of_jobs()
         self._inbox: list[frames.ToChild] = []
@@ -133,7 +135,7 @@ class Child:
         try:
             self._start()
         except BaseException as error:
-            self.send(frames.BootFailed(f"on_child_start failed: {describe_error(error)}"))
+            self.send(frames.BootFailed(clip_text(f"on_child_start failed: {describe_error(error)}")))
             return EXIT_BOOT_FAILED
         self.send(frames.Hello(self._birth.slot, self._birth.generation, os.getpid()))
         self._set_title("idle")
@@ -205,6 +207,7 @@ class Child:
         self._install_logging()
         for hook in self._app.child_start_hooks:
             self._call_hook(hook)
+        self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=self._birth.kills_leftovers)
 
     def _install_logging(self) -> None:
         """Standard logging goes to the supervisor, unless the app has set logging up itself (then it is printed)."""
@@ -234,7 +237,8 @@ class Child:
             self._unsent.append(data)
             while self._unsent:
                 self._sending = True
-                self._write_all(self._unsent.pop(0))
+                # Nothing, if an interruption just before the line above has written it all.
+                self._write_all(self._unsent.pop(0) if self._unsent else b"")
                 self._sending = False  # before the list is looked at again: an interruption now writes by itself
 
     def _write_all(self, data: bytes) -> None:
@@ -336,7 +340,10 @@ class Child:
         self._run = 0
         self._signal.close()
         _flush_streams()
-        self.send(_with_cpu(answer, time.process_time() - cpu_before))
+        cpu_s = time.process_time() - cpu_before
+        swept = self._baseline.clear_leftovers()
+        leaving = self._baseline.restore() or self._unfit()
+        self.send(msgspec.structs.replace(answer, cpu_s=cpu_s, leaving=leaving, left_behind=list(swept.names)))
         self._set_title("idle")
 
     def _answer(self, job: frames.RunJob, handler: Handler | None) -> frames.Answer:
@@ -409,13 +416,14 @@ class Child:
         if len(result) > MAX_RESULT_BYTES:
             text = f"the result is too large: {len(result)} bytes, {MAX_RESULT_BYTES} are allowed"
             return self._failure(run, text, retryable=True)
-        return frames.Answer(run, result, None, True, None, self._unfit(), 0.0)
+        return frames.Answer(run, result=result)
 
     def _failure_of(self, run: int, error: BaseException) -> frames.Answer:
         if isinstance(error, JobAborted):
-            reason = self._signal.reason or error.reason
-            text = "aborted by worker shutdown" if reason == "shutdown" else f"aborted: {reason}"
-            return frames.Answer(run, None, text, True, str(reason)[:32], self._unfit(), 0.0)
+            # A handler may raise it by itself, with anything for a reason.
+            reason = self._signal.reason or clip_text(safe_text(getattr(error, "reason", "")))
+            text = "aborted by worker shutdown" if reason == "shutdown" else clip_error(f"aborted: {reason}")
+            return frames.Answer(run, error=text, aborted=reason[:32])
         try:
             retryable = getattr(error, "retryable", True) is not False
         except BaseException:  # a property that raises
@@ -423,7 +431,7 @@ class Child:
         return self._failure(run, describe_error(error), retryable=retryable)
 
     def _failure(self, run: int, text: str, *, retryable: bool) -> frames.Answer:
-        return frames.Answer(run, None, clip_error(text), retryable, None, self._unfit(), 0.0)
+        return frames.Answer(run, error=clip_error(text), retryable=retryable)
 
     def _unfit(self) -> str | None:
         """Why this child must not run another job."""
@@ -553,22 +561,6 @@ def _innermost_frames(error: BaseException) -> str:
             del places[:-STACK_FRAMES_IN_ERROR]
         trace = trace.tb_next
     return "".join(places)
-
-
-def _with_cpu(answer: frames.Answer, cpu_s: float) -> frames.Answer:
-    return frames.Answer(
-        answer.run, answer.result, answer.error, answer.retryable, answer.aborted, answer.leaving, cpu_s
-    )
-
-
-def _move_up(fd: int) -> int:
-    """The same descriptor under a high number, where no handler that tidies up "3 and above" by habit will meet it."""
-    try:
-        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
-    except OSError:  # EINVAL: RLIMIT_NOFILE is lower than that
-        return fd
-    os.close(fd)
-    return high
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:

@@ -144,13 +144,13 @@ class Claimer:
         """The next instant at which time alone makes a claim possible; a change of places rings the alarm."""
         if not self._may_claim() or self._free_places() <= 0:
             return float("inf")
-        closed_for = self._gate.wait_for_claim(at)
+        gate_opens_at = self._gate.claims_blocked_until
         instants = (
-            max(queue.next_at, queue.breaker.half_open_at if queue.breaker.is_open else 0.0)
+            max(queue.next_at, gate_opens_at, queue.breaker.half_open_at if queue.breaker.is_open else 0.0)
             for queue in self.queues.values()
             if not queue.asked
         )
-        return max(min((i for i in instants if i > at), default=float("inf")), at + closed_for)
+        return min((i for i in instants if i > at), default=float("inf"))
 
     async def _claim(self, queue: ClaimedQueue, limit: int) -> None:
         duration = int(self._config.lease_duration_s)

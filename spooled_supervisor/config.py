@@ -123,6 +123,7 @@ class PoolConfig:
     max_child_memory_bytes: int | None = None
     child_nice: int = default_of("child_nice")
     strict_preload: bool = default_of("strict_preload")
+    leftovers: str = default_of("leftovers")  # kill, keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +281,7 @@ class _Draft:
             max_child_memory_bytes=value["max_child_memory"],
             child_nice=value["child_nice"],
             strict_preload=value["strict_preload"],
+            leftovers=value["leftovers"],
         )
 
     def _check_renewal(self) -> None:
@@ -309,8 +311,12 @@ class _Draft:
 
 def abort_after_s(lease_duration_s: float, abort_grace_s: float) -> float:
     """Seconds from the start of a lease until its job is aborted, if no renewal succeeds."""
-    kill_after_s = lease_duration_s - max(0.5, 0.05 * lease_duration_s)
-    return kill_after_s - min(abort_grace_s, lease_duration_s / 4)
+    return kill_after_s(lease_duration_s) - min(abort_grace_s, lease_duration_s / 4)
+
+
+def kill_after_s(lease_duration_s: float) -> float:
+    """Seconds from the start of a lease until its job's family is killed: so early that it is dead at the end."""
+    return lease_duration_s - max(0.5, 0.05 * lease_duration_s)
 
 
 # --- credentials ----------------------------------------------------------------------------------------------------

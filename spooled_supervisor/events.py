@@ -228,6 +228,16 @@ class OrphansKilled(Event):
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LeftoversFound(Event):
+    """A job has ended and these processes of it were still there: killed, or kept, as `leftovers` says."""
+
+    level: ClassVar[int] = WARNING
+    job_id: str
+    slot: int
+    names: tuple[str, ...]
+
+
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
@@ -511,7 +521,7 @@ class Events:
         self._all: list[Subscriber] = []
 
     def emit(self, event: Event) -> None:
-        """Tell every subscriber, in the order of subscription; what one raises is logged and goes no further."""
+        """Tell all subscribers, those of every event first; what one raises is logged and goes no further."""
         for subscriber in (*self._all, *self._by_type.get(type(event), ())):
             try:
                 subscriber(event)

@@ -18,8 +18,8 @@ Adoption, step by step, as each has a reason:
     Armed earlier it would be killed when the intermediate leaves; end-of-file is never taken as adoption.
 
 If the fork server dies, running children go on and the supervisor starts another one. If the supervisor dies, the fork
-server sees the end of its socket and kills the groups of the children it forked: each child dies by PDEATHSIG, and
-what its handler had started in the same group dies here.
+server sees the end of its socket and kills the groups of the children it forked, and what carries their environment
+marker: each child dies by PDEATHSIG, and what its handler had started dies here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from spooled_supervisor import child, frames, kernel
+from spooled_supervisor import child, family, frames, kernel
 from spooled_supervisor.app import App, Handler, queue_name_problem
 from spooled_supervisor.errors import AppError, ProtocolError
 
@@ -52,6 +52,7 @@ class _Server:
     control: socket.socket
     settings: frames.Preload
     app: App
+    supervisor_pid: int
     groups: set[int]  # process groups of living children; the supervisor tells which are gone
 
     def answer(self, message: frames.FromForkServer, fds: Sequence[int] = ()) -> None:
@@ -87,6 +88,15 @@ class _Server:
             self.answer(frames.Forked(request, pid), [pidfd])
         finally:
             os.close(pidfd)
+
+    def kill_what_is_left(self) -> None:
+        """The socket has ended. The groups of the children that live are killed; and if it has ended because the
+        supervisor is dead, so is everything that carries its marker, before a new supervisor can have started any."""
+        for group in self.groups:
+            with contextlib.suppress(OSError):  # gone already
+                os.killpg(group, signal.SIGKILL)
+        if os.getppid() != self.supervisor_pid:
+            family.kill_marked(os.environ.get(family.MARKER, ""))
 
     def _fork_twice(self, slot: int, fds: Sequence[int]) -> tuple[int, int]:
         _flush()  # what waits in a buffer now would be written by the child as well
@@ -140,6 +150,7 @@ class _Server:
                 output_fd=output_fd,
                 stack_fd=stack_fd,
                 nice=settings.child_nice,
+                kills_leftovers=settings.kills_leftovers,
                 log_level=settings.log_level,
             ),
         )
@@ -179,7 +190,7 @@ def become_fork_server() -> None:
 
 def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
     """Import, tell how it went, fork until the supervisor is gone; the exit status."""
-    pid = os.getpid()
+    pid, supervisor_pid = os.getpid(), os.getppid()
     try:
         app = load_app(settings.app, settings.queue_names)
         for hook in app.preload_hooks:
@@ -194,7 +205,7 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would write to the pages that all children share; each of them enables it again
-    server = _Server(control, settings, app, set())
+    server = _Server(control, settings, app, supervisor_pid, set())
     threads = _foreign_threads()
     if threads and settings.strict:
         names = ", ".join(threads)
@@ -206,9 +217,7 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
     try:
         server.serve()
     finally:
-        for group in server.groups:
-            with contextlib.suppress(OSError):  # gone already
-                os.killpg(group, signal.SIGKILL)
+        server.kill_what_is_left()
     return 0
 
 

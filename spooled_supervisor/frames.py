@@ -124,16 +124,18 @@ class Answer(_Message, frozen=True, array_like=True, tag=7):
     """The handler is done. Exactly one of `result` (JSON) and `error` is given.
 
     `aborted` tells that it ended by JobAborted; `leaving` that this child is not fit for another job, and why.
-    `cpu_s` is the CPU time of this process in the job, in seconds.
+    `cpu_s` is the CPU time of this process in the job, in seconds; `left_behind` names processes that it had started
+    and that were still there.
     """
 
     run: Number
-    result: bytes | None
-    error: Text | None
-    retryable: bool
-    aborted: Annotated[str, Meta(max_length=32)] | None
-    leaving: Annotated[str, Meta(max_length=64)] | None
-    cpu_s: float
+    result: bytes | None = None
+    error: Text | None = None
+    retryable: bool = True
+    aborted: Annotated[str, Meta(max_length=32)] | None = None
+    leaving: Annotated[str, Meta(max_length=64)] | None = None
+    cpu_s: float = 0.0
+    left_behind: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=32)] = []
 
 
 FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer
@@ -149,6 +151,7 @@ class Preload(_Message, frozen=True, array_like=True, tag=1):
     queue_names: list[str]
     strict: bool
     child_nice: int
+    kills_leftovers: bool
     log_level: str
 
 

@@ -242,7 +242,8 @@ class Holder:
         for lease in due.ended:
             if not self._pool.kill(lease.job.key, "lease_lost", is_lost=True):
                 self._outbox.forget(lease.job)
-            self._lost(lease, "it ended before it could be renewed")
+            if not lease.aborted:  # else it was told then
+                self._lost(lease, "it ended before it could be renewed")
         for lease in due.kill:
             self._pool.kill(lease.job.key, "lease_lost", is_lost=True)
         for lease in due.abort:

@@ -75,6 +75,7 @@ class Hunt:
         while not (self._pass(give_up_at) and is_ready()):
             if now() > give_up_at:
                 self._kill_groups()
+                self.remaining = max(self.remaining, 1)  # there is no telling, so nobody may think that it is over
                 return
             os.sched_yield()  # the dying need the processor more than we do
 

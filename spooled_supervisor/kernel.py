@@ -7,6 +7,7 @@ secrets, as callers give it none.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 from collections.abc import Callable
 
@@ -45,6 +46,27 @@ def is_child_subreaper() -> bool:
 def set_dumpable(on: bool) -> None:
     """Off: same-user processes can read neither this one's memory nor its environment (prctl(2), PR_SET_DUMPABLE)."""
     _prctl(PR_SET_DUMPABLE, int(on))
+
+
+HIGH_FD = 300
+
+
+def duplicate_high(fd: int) -> int:
+    """The same description under a number so high that no handler which tidies up "3 and above" by habit meets it.
+
+    Close-on-exec. Where RLIMIT_NOFILE allows no such number, any other.
+    """
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
+    except OSError:  # EINVAL
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def move_high(fd: int) -> int:
+    """As `duplicate_high`, and the old number is closed."""
+    high = duplicate_high(fd)
+    os.close(fd)
+    return high
 
 
 def _load_title_setter() -> Callable[[str], None]:

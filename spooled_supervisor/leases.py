@@ -18,22 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from spooled_supervisor.config import abort_after_s, kill_after_s
 from spooled_supervisor.job import Job
 from spooled_supervisor.lifecycle import LEASE, LeaseEvent, LeaseState, advance
 from spooled_supervisor.timing import Backoff
 
-KILL_MARGIN_S = 0.5
-KILL_MARGIN_SHARE = 0.05
-GRACE_SHARE = 0.25
 RENEW_RETRY_FIRST_S = 0.25
 RENEW_RETRY_CAP_S = 5.0
 
 Key = tuple[str, str | None]
-
-
-def kill_margin(duration_s: float) -> float:
-    """How long before a lease's end its family is killed."""
-    return max(KILL_MARGIN_S, KILL_MARGIN_SHARE * duration_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +57,11 @@ class Lease:
 
     @property
     def kill_at(self) -> float:
-        return self.end - kill_margin(self.job.lease_duration_s)
+        return self.started_at + kill_after_s(self.job.lease_duration_s)
 
     @property
     def abort_at(self) -> float:
-        return self.kill_at - min(self.abort_grace_s, self.job.lease_duration_s * GRACE_SHARE)
+        return self.started_at + abort_after_s(self.job.lease_duration_s, self.abort_grace_s)
 
     @property
     def is_live(self) -> bool:
@@ -141,6 +134,8 @@ class LeaseBook:
                 due.ended.append(lease)
                 self._leave(lease, LeaseEvent.RAN_OUT_OF_TIME)
             elif runs and now >= lease.kill_at and not lease.killed:
+                if not lease.aborted:  # the clock has jumped over abort_at
+                    due.abort.append(lease)
                 lease.killed = lease.aborted = True
                 due.kill.append(lease)
             elif runs and now >= lease.abort_at and not lease.aborted:
@@ -172,6 +167,7 @@ class LeaseBook:
     def decided(self, lease: Lease) -> None:
         """The outcome is known and will be reported."""
         lease.state = advance(LEASE, lease.state, LeaseEvent.WAS_DECIDED)
+        self._next_due = min(self._next_due, lease.next_due())  # one that was told to abort is renewed again
 
     def settled(self, lease: Lease) -> None:
         """The service has the outcome."""

@@ -286,6 +286,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "replace a child that holds more memory after its job", "never"),
         Option("--child-nice", (), "child_nice", whole(0, 19), "5",
                "how far children stand back for the supervisor"),
+        Option("--leftovers", (), "leftovers", pattern("kill|keep", "kill or keep", "kill|keep"), "kill",
+               "what becomes of processes that a job has started and left behind"),
         Option("--strict-preload", (), "strict_preload", SWITCH, "no",
                "refuse an app that starts threads when it is imported"),
         Option("--shutdown-timeout", ("SPOOLED_SHUTDOWN_TIMEOUT",), "shutdown_timeout", duration(0), "30s",

@@ -122,14 +122,19 @@ class OutputPipe:
         return bool(data)
 
     def _take(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        *lines, partial = (self._partial + data).split(b"\n")
         for line in lines:
-            self._log(line)
-        while len(self._partial) > MAX_LINE:  # a line without an end is cut into pieces
-            line, self._partial = self._partial[:MAX_LINE], self._partial[MAX_LINE:]
-            self._log(line)
+            self._log(self._cut(line))
+        self._partial = self._cut(partial)
+
+    def _cut(self, line: bytes) -> bytes:
+        """Log a line that is too long piece by piece, whether its end has come or not; its last piece."""
+        while len(line) > MAX_LINE:
+            self._log(line[:MAX_LINE])
+            line = line[MAX_LINE:]
+        return line
 
     def _log(self, line: bytes) -> None:
         self._tail = (self._tail + line[-TAIL_BYTES:] + b"\n")[-TAIL_BYTES:]
         if line.strip() and self._rate.allows():
-            self._on_line(line[:MAX_LINE].decode("utf-8", "replace").rstrip("\r"))
+            self._on_line(line.decode("utf-8", "replace").rstrip("\r"))

@@ -450,6 +450,8 @@ class Pool:
         if run.started_at is None or (answer.result is None) == (answer.error is None):
             raise ProtocolError("an answer that is none")
         run.cpu_s = answer.cpu_s
+        if answer.left_behind:
+            self._events.emit(ev.LeftoversFound(run.job.id, child.slot, tuple(answer.left_behind)))
         _decide(run, _outcome(run, answer))
         if child.state is ChildState.KILLED:
             return  # its family is dying: the run is over when that is done

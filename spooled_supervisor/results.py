@@ -29,7 +29,7 @@ def encode_result(value: Any) -> bytes:
     except UnicodeEncodeError:
         raise NotJson("a string in it holds a lone surrogate, which UTF-8 cannot carry") from None
     except Exception as error:
-        raise NotJson(f"{type(error).__name__}: {str(error)[:200]}") from error
+        raise NotJson(f"{type(error).__name__}: {_text(error)[:200]}") from error
 
 
 def _check(value: Any, path: str, depth: int) -> None:
@@ -54,3 +54,10 @@ def _check(value: Any, path: str, depth: int) -> None:
 
 def _short(value: object) -> str:
     return repr(value)[:60]
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be made"

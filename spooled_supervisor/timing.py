@@ -136,7 +136,8 @@ class Alarm:
         timer = loop.call_at(when, self.ring) if when != float("inf") else None
         try:
             await self._bell
+            self._rang = False  # not when cancelled: a ring that this waiter has not heard is for the next one
         finally:
             if timer is not None:
                 timer.cancel()
-            self._rang, self._bell, self.when = False, None, float("inf")
+            self._bell, self.when = None, float("inf")

@@ -1,0 +1,229 @@
+"""A clean child for every job: what a handler has changed in its process is put back, or the child is replaced.
+
+A baseline is taken once, after the start hooks; after every job each thing is compared, and put back where it differs.
+What cannot be put back (a thread that lives on, a lowered hard limit, a raised nice value, more descriptors than a few)
+makes the child unfit: it answers this job and leaves. Processes that a job has left behind are killed, or kept and
+counted. Nothing changed is the usual case; it costs some 20 us.
+
+Not looked at, as it is the app's own state and may be meant to last: modules and their globals, caches, connections,
+the random generators, native threads of numeric libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+
+# What `signal.getsignal` calls; that makes an enum of every answer: 1 us for each of 62 signals.
+from _signal import getsignal  # type: ignore[import-not-found] # it has no stubs
+from collections.abc import Callable
+
+from spooled_supervisor import family, kernel, processes
+
+MAX_NEW_FDS = 32
+"""A few connections may be kept on purpose; more than this is a leak that ends in EMFILE."""
+THREAD_GRACE_S = 0.02
+"""A thread that is just ending is waited for this long."""
+REAP_LIMIT_S = 0.1
+LIMITS = (
+    resource.RLIMIT_AS,
+    resource.RLIMIT_CORE,
+    resource.RLIMIT_CPU,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_NOFILE,
+    resource.RLIMIT_NPROC,
+    resource.RLIMIT_STACK,
+)
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+LOOP_THREADS = "asyncio_"
+"""The default executor of the event loop that async handlers share: its threads are the child's own."""
+
+
+class Baseline:
+    """How the process was before its first job. For the main thread only."""
+
+    def __init__(self, *, on_signals_lost: Callable[[], None], kill_leftovers: bool) -> None:
+        """`on_signals_lost` installs our own signal handling again, where a handler has replaced it."""
+        self._on_signals_lost = on_signals_lost
+        self._kills_leftovers = kill_leftovers
+        helpers = processes.descendants(os.getpid())  # started by the hooks: they stay
+        self._helpers = [(stat.pid, stat.start) for stat in helpers]
+        self._cwd = os.getcwd()
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._environ = dict(os.environ)
+        self._raw_environ = dict(_raw_environ())
+        self._streams = (sys.stdin, sys.stdout, sys.stderr)
+        self._std = {fd: (_identity(fd), kernel.duplicate_high(fd)) for fd in (0, 1, 2)}
+        self._handlers = {number: getsignal(number) for number in map(int, signal.valid_signals())}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._limits = {limit: resource.getrlimit(limit) for limit in LIMITS}
+        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
+        self._affinity = os.sched_getaffinity(0)
+        self._recursion = sys.getrecursionlimit()
+        self._threads = set(threading.enumerate())
+        self._lowest_fd = _lowest_free_fd()
+        self._steps = (
+            self._restore_streams,
+            self._restore_signals,
+            self._restore_surroundings,
+            self._restore_interpreter,
+            self._restore_limits,
+            self._look_at_threads,
+            self._look_at_fds,
+        )
+
+    def restore(self) -> str | None:
+        """Put everything back; why this child is unfit for another job, in a word, if it is."""
+        unfit = None
+        for step in self._steps:
+            try:
+                unfit = step() or unfit
+            except Exception as error:  # whatever a handler has broken: this process is not to be trusted
+                unfit = f"{step.__name__.strip('_')} failed: {type(error).__name__}"
+        return unfit
+
+    def _restore_streams(self) -> str | None:
+        if (sys.stdin, sys.stdout, sys.stderr) != self._streams:
+            sys.stdin, sys.stdout, sys.stderr = self._streams
+        for fd, (identity, copy) in self._std.items():
+            if _identity(fd) != identity:
+                os.dup2(copy, fd)
+        return "closed stream" if any(stream is not None and stream.closed for stream in self._streams) else None
+
+    def _restore_signals(self) -> str | None:
+        for timer in TIMERS:
+            if signal.getitimer(timer) != (0.0, 0.0):
+                signal.setitimer(timer, 0)
+        changed = [n for n, handler in self._handlers.items() if getsignal(n) is not handler]
+        for number in changed:
+            handler = self._handlers[number]
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if changed:
+            self._on_signals_lost()
+        if signal.pthread_sigmask(signal.SIG_BLOCK, ()) != self._mask:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        return None
+
+    def _restore_surroundings(self) -> str | None:
+        os.umask(self._umask)
+        if not self._is_at_home():
+            os.chdir(self._cwd)
+        if _raw_environ() != self._raw_environ:
+            for name in set(os.environ) - set(self._environ):
+                del os.environ[name]
+            os.environ.update(self._environ)
+        return None
+
+    def _is_at_home(self) -> bool:
+        try:
+            return os.getcwd() == self._cwd
+        except OSError:  # the directory was removed under it
+            return False
+
+    def _restore_interpreter(self) -> str | None:
+        gc.enable()
+        if logging.root.manager.disable:
+            logging.disable(logging.NOTSET)
+        if socket.getdefaulttimeout() is not None:
+            socket.setdefaulttimeout(None)
+        if sys.getrecursionlimit() != self._recursion:
+            sys.setrecursionlimit(self._recursion)
+        return None
+
+    def _restore_limits(self) -> str | None:
+        unfit = None
+        for limit, before in self._limits.items():
+            if resource.getrlimit(limit) != before:
+                try:
+                    resource.setrlimit(limit, before)
+                except (ValueError, OSError):  # a lowered hard limit stays lowered
+                    unfit = "resource limit"
+        if os.getpriority(os.PRIO_PROCESS, 0) != self._nice:
+            try:
+                os.setpriority(os.PRIO_PROCESS, 0, self._nice)
+            except OSError:
+                unfit = "nice"
+        if os.sched_getaffinity(0) != self._affinity:
+            os.sched_setaffinity(0, self._affinity)
+        return unfit
+
+    def _look_at_threads(self) -> str | None:
+        if threading.active_count() <= len(self._threads):
+            return None
+        for thread in threading.enumerate():
+            if thread not in self._threads and not thread.name.startswith(LOOP_THREADS):
+                thread.join(THREAD_GRACE_S)
+                if thread.is_alive():
+                    return "thread"
+        return None
+
+    def _look_at_fds(self) -> str | None:
+        return "descriptors" if _lowest_free_fd() > self._lowest_fd + MAX_NEW_FDS else None
+
+    # --- processes that the job has started ----------------------------------------------------------------------
+
+    def clear_leftovers(self) -> family.Swept:
+        """Reap what the job has left dead; kill what it has left alive, or keep and count it."""
+        if not _has_children():
+            return NOTHING_LEFT
+        _reap(time.monotonic())
+        swept = family.kill_descendants(os.getpid(), spare=self._helpers, kill=self._kills_leftovers)
+        if swept.killed:
+            _reap(time.monotonic() + REAP_LIMIT_S)
+        return swept
+
+
+NOTHING_LEFT = family.Swept()
+
+
+def _has_children() -> bool:
+    """One system call, where looking through /proc would be hundreds (waitid(2), ECHILD)."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _reap(until: float) -> None:
+    """Reap all that is dead, and wait until `until` for those that are dying. Everything that this job has started is
+    ours: its `Popen` objects have ended with it."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                if time.monotonic() >= until:
+                    return
+                time.sleep(0.001)
+
+
+def _identity(fd: int) -> tuple[int, int] | None:
+    try:
+        stat = os.fstat(fd)
+    except OSError:
+        return None
+    return (stat.st_dev, stat.st_ino)
+
+
+def _lowest_free_fd() -> int:
+    """The number that the next descriptor will get (open(2)). What is left open fills the numbers from below, so this
+    grows with every leak; it takes two system calls, where listing /proc/self/fd takes dozens."""
+    fd = os.dup(0)
+    os.close(fd)
+    return fd
+
+
+def _raw_environ() -> dict[bytes, bytes]:
+    """What `os.environ` is made of. Comparing that takes 1 us; through its interface every name and value would be
+    decoded after every job, which takes 40."""
+    return os.environ._data  # type: ignore[attr-defined, no-any-return] # has had this name since it exists
