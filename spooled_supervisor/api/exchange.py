@@ -34,8 +34,8 @@ from spooled_supervisor.errors import ApiUnavailable, ConfigError
 from spooled_supervisor.events import ApiRequestFinished, Events
 
 if importlib.util.find_spec("sniffio") is None:
-    # httpcore tries to import it four times per request. A search that fails is a tenth of the request's CPU, as only
-    # what was found is remembered; None says at once that there is nothing (Python's import system, "The module cache").
+    # httpcore tries to import it four times per request. A search that fails is not remembered and costs a tenth of the
+    # request's CPU; None says at once that there is nothing to be found (the import system's "module cache").
     sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 Transport: TypeAlias = httpx.AsyncBaseTransport
