@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 
-from spooled_supervisor import timing
+from spooled_supervisor import family, timing
 from spooled_supervisor.config import Config
 from spooled_supervisor.errors import ConfigError
 from spooled_supervisor.events import Events
@@ -21,9 +21,10 @@ def app_problems(config: Config) -> list[str]:
 
 
 async def _import_app(config: Config) -> list[str]:
+    marker = f"check {os.getpid()}"  # not the state directory: a supervisor may be at work there
     keeper = ForkServerKeeper(
         functools.partial(preload, config),
-        child_environment(os.environ, marker=str(config.state_dir), threads=1),
+        child_environment(os.environ, marker=marker, threads=1),
         boot_timeout_s=config.pool.boot_timeout_s,
         events=Events(),
         on_ready=lambda: None,
@@ -34,6 +35,7 @@ async def _import_app(config: Config) -> list[str]:
         return error.problems
     finally:
         await keeper.close()
+        family.kill_marked(marker)  # what the app has started while it was imported
     return []
 
 
