@@ -97,6 +97,7 @@ class Supervisor:
         self._spawned: set[asyncio.Task[None]] = set()
         self._observer: Observer | None = None
         self._unknown_commands: set[str] = set()
+        self._could_claim = False  # at the last tick
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -476,6 +477,9 @@ class Supervisor:
 
     def _on_tick(self, at: float) -> None:
         """From the loop that keeps the leases: while it turns, the watchdog is fed, in a drain too."""
+        could_claim, self._could_claim = self._could_claim, self._may_claim()
+        if self._could_claim and not could_claim:  # the outbox has room again, which nobody else tells the claimer
+            self._claimer.wake()
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is not None and at - self._pinged_at >= interval_s / 2:
             self._pinged_at = at
