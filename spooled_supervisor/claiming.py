@@ -89,6 +89,12 @@ class Claimer:
         """Something changed: a place is free, or claiming is allowed again."""
         self._alarm.ring()
 
+    def forget_pauses(self) -> None:
+        """What every queue was put off for is over: the API key is accepted."""
+        for queue in self.queues.values():
+            queue.next_at = 0.0
+        self.wake()
+
     async def run(self) -> None:
         """Claim for ever."""
         while True:
