@@ -14,7 +14,7 @@ from typing import Any
 
 import tests.bench
 from tests.bench import meters
-from tests.bench.figures import Result, collect, table
+from tests.bench.figures import Result, collect, number, table
 from tests.bench.scenario import FULL, QUICK, Effort, Scenario
 from tests.bench.scenarios import chosen
 from tests.bench.stage import NotMeasured
@@ -62,8 +62,9 @@ def measure(
             figures, cores = run_undisturbed(scenario, effort, patience_s)
             values[scenario.name].append(figures)
             others[scenario.name].append(cores)
-            told = f"{time.monotonic() - began_at:.1f} s, {cores} cores busy with something else"
-            print(f"{scenario.name} {repetition}/{repetitions}: {told}", file=sys.stderr, flush=True)
+            told = ", ".join(f"{key} {number(value)}" for key, value in figures.items())
+            took = f"{time.monotonic() - began_at:.0f} s, {cores} cores busy with something else"
+            print(f"{scenario.name} {repetition}/{repetitions} ({took}): {told}", file=sys.stderr, flush=True)
     results = [one for scenario in scenarios for one in collect(scenario.name, scenario.figures, values[scenario.name])]
     return results, others
 
