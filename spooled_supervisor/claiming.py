@@ -85,6 +85,11 @@ class Claimer:
         self.queues = {queue.name: ClaimedQueue(queue) for queue in queues}
         self.last_answer_at = now()
 
+    def set_queues(self, queues: Sequence[QueueConfig]) -> None:
+        """Claim from these queues from now on; what is known of those that stay is kept."""
+        self.queues = {queue.name: self.queues.get(queue.name) or ClaimedQueue(queue) for queue in queues}
+        self.wake()
+
     def wake(self) -> None:
         """Something changed: a place is free, or claiming is allowed again."""
         self._alarm.ring()

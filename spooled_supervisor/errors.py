@@ -19,6 +19,7 @@ from __future__ import annotations
 EX_OK = 0
 EX_FAILURE = 1
 EX_USAGE = 64
+EX_UNAVAILABLE = 69
 EX_NOPERM = 77
 EX_CONFIG = 78
 

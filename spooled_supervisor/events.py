@@ -238,6 +238,42 @@ class LeftoversFound(Event):
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled(Event):
+    """There are so many slots now."""
+
+    before: int
+    procs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded(Event):
+    """The app was imported anew; so many children are being replaced."""
+
+    generation: int
+    children: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadFailed(Event):
+    """The new app cannot be used; the old generation goes on."""
+
+    level: ClassVar[int] = ERROR
+    generation: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackDumped(Event):
+    """Where a busy child stands, as somebody asked."""
+
+    job_id: str
+    queue_name: str
+    slot: int
+    pid: int
+    stack: str
+
+
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
@@ -505,6 +541,14 @@ class CommandReceived(Event):
     source: str
     command: str
     obeyed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRefused(Event):
+    """A command that came by signal could not be carried out."""
+
+    level: ClassVar[int] = WARNING
+    reason: str
 
 
 # --- the bus --------------------------------------------------------------------------------------------------------

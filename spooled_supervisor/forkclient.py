@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import select
 import signal
@@ -198,6 +199,15 @@ class ForkServer:
             with contextlib.suppress(OSError):  # gone, or busy importing: at worst it kills an empty group
                 send_packet(self._control, frames.encode_packet(frames.Forget(pid)))
 
+    def retire(self) -> None:
+        """Let it go without its children: they go on, and another generation forks from now on.
+
+        What was asked of it before is still answered: its socket is read until it has left.
+        """
+        if self._control is not None and self.is_alive:
+            with contextlib.suppress(OSError):  # gone already
+                send_packet(self._control, frames.encode_packet(frames.Retire()))
+
     def kill(self) -> None:
         """SIGKILL; `exited` tells when it is gone."""
         if self._pidfd >= 0:
@@ -293,7 +303,9 @@ class ForkServerKeeper:
         self._output: OutputPipe | None = None
         self._is_ready = False
         self._watch: asyncio.Task[None] | None = None
-        self.generation = 0
+        self._starting = asyncio.Lock()  # one new generation at a time
+        self.generation = 0  # the one that forks
+        self.last_generation = 0  # the last one that was tried
         self.queue_names: tuple[str, ...] = ()
 
     async def start(self) -> None:
@@ -355,27 +367,37 @@ class ForkServerKeeper:
         if self._server is not None:
             self._server.forget(pid)
 
+    async def reload(self) -> int:
+        """Import the app anew, and fork from that from now on; the new generation's number.
+
+        Raises AppError if it cannot be imported: then nothing has changed and the old one goes on forking.
+        """
+        async with self._starting:
+            old = self._server
+            await self._start_one()
+            if old is not None:
+                old.retire()
+            return self.generation
+
     async def _start_one(self) -> None:
-        self.generation += 1
-        self._close_output()
-        server = self._server = ForkServer(self.generation)
+        """Start the next generation and let it take over once it is ready. Raises AppError, OSError."""
+        self.last_generation += 1
+        server = ForkServer(self.last_generation)
         started_at = now()
-        preload = self._settings(self.generation)
+        preload = self._settings(server.generation)
         server.start(preload, self._env)
-        self._output = OutputPipe(server.output_fd, self._on_line, lambda _lines: None)
+        output = OutputPipe(server.output_fd, functools.partial(self._on_line, server.generation), lambda _lines: None)
         self._events.emit(ev.ForkServerStarted(server.generation, server.pid))
         try:
-            async with asyncio.timeout(self._boot_timeout_s):
-                preloaded = await server.preloaded()
-        except TimeoutError:
+            preloaded = await self._preloaded(server, preload.app, output)
+        except BaseException:
             server.kill()
-            limit = self._boot_timeout_s
-            raise AppError(f"app {preload.app!r}: importing it took longer than --boot-timeout {limit:g} s") from None
-        except ForkServerGone as gone:
-            self._output.drain()
-            tail = self._output.tail
-            raise AppError(f"app {preload.app!r}: {gone} while it was imported\n{tail}".rstrip()) from None
-        self._is_ready = True
+            server.close()
+            output.close()
+            raise
+        self._close_output()
+        self._server, self._output, self._is_ready = server, output, True
+        self.generation = server.generation
         self.queue_names = tuple(preloaded.queue_names)
         self._events.emit(
             ev.ForkServerReady(server.generation, server.pid, round(now() - started_at, 3), self.queue_names)
@@ -384,25 +406,44 @@ class ForkServerKeeper:
             self._events.emit(ev.ForkServerThreaded(server.generation, tuple(preloaded.threads)))
         self._on_ready()
 
+    async def _preloaded(self, server: ForkServer, app: str, output: OutputPipe) -> frames.Preloaded:
+        try:
+            async with asyncio.timeout(self._boot_timeout_s):
+                return await server.preloaded()
+        except TimeoutError:
+            limit = self._boot_timeout_s
+            raise AppError(f"app {app!r}: importing it took longer than --boot-timeout {limit:g} s") from None
+        except ForkServerGone as gone:
+            output.drain()
+            raise AppError(f"app {app!r}: {gone} while it was imported\n{output.tail}".rstrip()) from None
+
     async def _keep(self) -> None:
         """Wait for the end of the current one, start the next; for ever."""
-        backoff = Backoff(RESTART_FIRST_S, RESTART_CAP_S)
         while True:
             server = self._server
             assert server is not None
             assert server.exited is not None
             cause = await asyncio.shield(server.exited)
-            self._is_ready = False
-            self._events.emit(ev.ForkServerExited(server.generation, server.pid, cause))
-            await asyncio.sleep(backoff.next_delay())
-            try:
-                await self._start_one()
-                backoff.reset()
-            except (AppError, OSError) as error:
-                self._events.emit(ev.ForkServerFailed(self.generation, str(error)))
+            if self._server is server:  # else it has retired, and another one has taken over
+                self._is_ready = False
+                self._events.emit(ev.ForkServerExited(server.generation, server.pid, cause))
+                await self._replace(server)
 
-    def _on_line(self, line: str) -> None:
-        self._events.emit(ev.ForkServerPrinted(self.generation, line))
+    async def _replace(self, dead: ForkServer) -> None:
+        """Start another one, until that works or somebody else (`reload`) has done it."""
+        backoff = Backoff(RESTART_FIRST_S, RESTART_CAP_S)
+        while True:
+            await asyncio.sleep(backoff.next_delay())
+            async with self._starting:
+                if self._server is not dead:
+                    return
+                try:
+                    await self._start_one()
+                except (AppError, OSError) as error:
+                    self._events.emit(ev.ForkServerFailed(self.last_generation, str(error)))
+
+    def _on_line(self, generation: int, line: str) -> None:
+        self._events.emit(ev.ForkServerPrinted(generation, line))
 
     def _close_output(self) -> None:
         if self._output is not None:

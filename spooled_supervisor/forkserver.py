@@ -70,6 +70,9 @@ class _Server:
                     self.fork(request, slot, fds)
                 case frames.Forget(pid=pid):
                     self.groups.discard(pid)
+                case frames.Retire():
+                    self.groups.clear()
+                    return
                 case frames.Preload():
                     raise ProtocolError("a second Preload")
 

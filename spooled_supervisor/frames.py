@@ -168,7 +168,11 @@ class Forget(_Message, frozen=True, array_like=True, tag=3):
     pid: int
 
 
-ToForkServer = Preload | Fork | Forget
+class Retire(_Message, frozen=True, array_like=True, tag=4):
+    """Another generation has taken over: leave, and leave your children alone."""
+
+
+ToForkServer = Preload | Fork | Forget | Retire
 
 
 class Preloaded(_Message, frozen=True, array_like=True, tag=1):

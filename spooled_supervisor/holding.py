@@ -20,7 +20,7 @@ from spooled_supervisor.childlink import Run
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
 from spooled_supervisor.events import Events
 from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succeeded, TimedOut, error_text
-from spooled_supervisor.leases import Due, Lease, LeaseBook
+from spooled_supervisor.leases import Due, Key, Lease, LeaseBook
 from spooled_supervisor.lifecycle import LeaseState
 from spooled_supervisor.outbox import Leftover, Outbox
 from spooled_supervisor.poison import DEATHS_TO_REFUSE, PoisonList
@@ -112,6 +112,14 @@ class Holder:
         """The drain's time is over: all that no child has goes back."""
         for run in self._pool.withdraw_waiting():
             self._return(run.lease, "not started: the worker is shutting down")
+
+    def cancel_waiting(self, key: Key, why: str) -> bool:
+        """Fail a job that no child has yet; False if there is none with this lease."""
+        run = self._pool.withdraw(key)
+        if run is None:
+            return False
+        self._finish(run.lease, Failed(why), run)
+        return True
 
     def _hold(self, job: Job) -> Lease | None:
         lease = self._leases.hold(job)

@@ -163,6 +163,40 @@ class Pool:
         if child is not None:
             self._recycle_if_fat(child, private_bytes)
 
+    def scale(self, procs: int) -> None:
+        """Have so many slots. Children of slots that are gone finish their job and leave."""
+        while len(self._slots) < procs:
+            self._slots.append(Slot(len(self._slots)))
+        gone, self._slots[procs:] = self._slots[procs:], []
+        for slot in gone:
+            for child in (slot.child, slot.successor):
+                if child is not None:
+                    self._ask_to_leave(child, "scale")
+        self.turn()
+        self._on_change()
+
+    def renew(self, reason: str, index: int | None = None) -> int:
+        """Replace the child of this slot (all: None) by a fresh one, which is ready before the old one leaves.
+
+        A busy child is replaced when its job is done. How many will be replaced.
+        """
+        slots = self._slots if index is None else self._slots[index : index + 1]
+        renewed = [slot for slot in slots if slot.child is not None]
+        for slot in renewed:
+            slot.renew_reason = reason
+            slot.not_before = min(slot.not_before, now())  # asked for: no back-off of before counts
+        self.turn()
+        return len(renewed)
+
+    def has(self, child: ChildLink) -> bool:
+        """Whether it is not reaped yet."""
+        return self._children.get(child.pid) is child
+
+    def key_of(self, job_id: str) -> Key | None:
+        """The key of the newest run of this job, if there is one."""
+        runs = [*self._waiting, *(child.run for child in self._children.values() if child.run is not None)]
+        return next((run.job.key for run in reversed(runs) if run.job.id == job_id), None)
+
     async def close(self) -> None:
         """Kill what is left, see it dead (within CLOSE_LIMIT_S), let the fork server go."""
         self.kill_all("shutdown")
@@ -234,9 +268,10 @@ class Pool:
 
     def turn(self) -> None:
         """Do what is due, and wake up again when the next thing is."""
+        at = now()
         may_start = self._is_replacing and self._keeper.is_ready
         for action in plan(
-            now(),
+            at,
             slots=self._slots,
             children=self._children.values(),
             waiting=self._waiting,
@@ -256,7 +291,7 @@ class Pool:
                     self._ask_to_leave(child, reason)
                 case _:
                     assert_never(action)
-        self._arm(next_deadline(slots=self._slots, children=self._children.values(), may_start=may_start))
+        self._arm(next_deadline(at, slots=self._slots, children=self._children.values(), may_start=may_start))
 
     def _arm(self, when: float) -> None:
         """Have `turn` called at `when`. A timer that is set for earlier is left: it will look again."""
@@ -282,7 +317,8 @@ class Pool:
         try:
             born = await self._keeper.fork(slot.index)
         except ForkServerGone:
-            return  # the keeper says when there is another one
+            self._loop.call_soon(self.turn)  # another one may have taken over; else the keeper says when there is one
+            return
         except (ForkRefused, OSError) as error:  # OSError: no descriptors left for another child's pipes
             cause = str(error)
             self._back_off(slot, lambda delay: ev.ForkFailed(slot.index, cause, delay))
@@ -301,13 +337,18 @@ class Pool:
         )
         self._children[child.pid] = child
         self._all_gone.clear()
-        slot.child = child
+        if slot.child is None:
+            slot.child = child
+        else:
+            slot.successor = child
         child.deadline = child.born_at + self._config.boot_timeout_s
         child.jobs_limit = _jittered_limit(self._config.max_jobs_per_child)
         child.send(frames.Adopted(os.getpid()))
         self._events.emit(ev.ChildStarted(slot.index, child.generation, child.pid))
         if not self._is_replacing:
             self._ask_to_leave(child, "shutdown")
+        elif slot not in self._slots:
+            self._ask_to_leave(child, "scale")
         self.turn()
 
     def _give(self, child: ChildLink, run: Run) -> None:
@@ -391,8 +432,18 @@ class Pool:
         """It takes no more jobs; a replacement for its slot starts beside it, as soon as we are done here."""
         slot = self._slot_of(child)
         if slot is not None:
-            slot.child = None
+            if slot.successor is child:
+                slot.successor = None
+            else:
+                slot.child = None
             self._loop.call_soon(self.turn)
+
+    def _succeed(self, slot: Slot) -> None:
+        """The successor is ready: it takes the slot, and its predecessor leaves, after its job if it has one."""
+        old, slot.child, slot.successor = slot.child, slot.successor, None
+        reason, slot.renew_reason = slot.renew_reason or "recycle", None
+        if old is not None:
+            self._ask_to_leave(old, reason)
 
     # --- what children tell -----------------------------------------------------------------------------------------
 
@@ -429,6 +480,9 @@ class Pool:
         child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)
         if self._config.max_child_memory_bytes is not None:
             child.base_memory_bytes = rss_private(child.pid)
+        slot = self._slot_of(child)
+        if slot is not None and slot.successor is child:
+            self._succeed(slot)
         boot_s = round(child.ready_at - child.born_at, 4)
         self._events.emit(ev.ChildReady(child.slot, child.generation, child.pid, boot_s))
         self.turn()
@@ -518,7 +572,7 @@ class Pool:
             self._loop.call_later(BROKEN_LIMIT_S, self._kill_if_there, child)
 
     def _kill_if_there(self, child: ChildLink) -> None:
-        if self._children.get(child.pid) is child:
+        if self.has(child):
             self._kill(child, "protocol")
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -545,8 +599,8 @@ class Pool:
         child.close()
         if slot is not None and run is None and (was_booting or _is_fragile(child)):
             self._blame_boot(slot, child, cause, tail)
-        elif was_booting and child.kill_reason == "boot":
-            self._blame_boot(self._slots[child.slot], child, cause, tail)
+        elif was_booting and child.kill_reason == "boot" and (place := self._place_of(child)) is not None:
+            self._blame_boot(place, child, cause, tail)
         if run is not None:
             self._bury(run, cause, tail)
         self._sweep_soon()
@@ -649,8 +703,13 @@ class Pool:
         return None
 
     def _slot_of(self, child: ChildLink) -> Slot | None:
-        slot = self._slots[child.slot]
-        return slot if slot.child is child else None
+        """The slot that it is in; one that leaves or dies has left its slot already."""
+        slot = self._place_of(child)
+        return slot if slot is not None and child in (slot.child, slot.successor) else None
+
+    def _place_of(self, child: ChildLink) -> Slot | None:
+        """The slot that it was started for, if there still is one."""
+        return self._slots[child.slot] if child.slot < len(self._slots) else None
 
 
 def _decide(run: Run, verdict: Outcome | None, *, is_lost: bool = False) -> None:

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from spooled_supervisor import __version__, family, kernel, processes
@@ -30,7 +30,9 @@ from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.checking import preload
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.claiming import Claimer
+from spooled_supervisor.commands import Commands
 from spooled_supervisor.config import Config, QueueConfig, cpus_available
+from spooled_supervisor.control import Command, ControlSocket, Refused
 from spooled_supervisor.errors import EX_FAILURE, EX_OK, CredentialsRefused
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
@@ -69,7 +71,13 @@ STOP_SIGNALS = {
     signal.SIGINT: Phase.DRAINING,
     signal.SIGQUIT: Phase.STOPPING,
 }
-UNUSED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU)
+COMMAND_SIGNALS: Mapping[signal.Signals, tuple[str, Mapping[str, Any]]] = {
+    signal.SIGHUP: ("reload", {}),
+    signal.SIGTTIN: ("scale", {"step": 1}),
+    signal.SIGTTOU: ("scale", {"step": -1}),
+    signal.SIGUSR1: ("stacks", {}),
+}
+UNUSED_SIGNALS = (signal.SIGUSR2,)
 MAX_UNKNOWN = 100
 
 
@@ -96,6 +104,8 @@ class Supervisor:
         self._pinged_at = 0.0
         self._spawned: set[asyncio.Task[None]] = set()
         self._observer: Observer | None = None
+        self._commands: Commands | None = None
+        self._reload_trouble = ""
         self._unknown_commands: set[str] = set()
 
     # --- the walk ------------------------------------------------------------------------------------------------
@@ -134,6 +144,8 @@ class Supervisor:
         metrics.declare_queues(queue.name for queue in self._queues)
         self._wire(await stack.enter_async_context(self._make_api()), keeper, metrics)
         stack.push_async_callback(self._pool.close)
+        control = ControlSocket(config.control_socket, self._wire_commands(keeper, metrics).table())
+        await stack.enter_async_context(control)
         self._start()
         await self._work()
         return await self._stop()
@@ -272,6 +284,37 @@ class Supervisor:
             cpus=cpus_available(),
         )
 
+    def _wire_commands(self, keeper: ForkServerKeeper, metrics: Metrics) -> Commands:
+        assert self._observer is not None
+
+        def on_reloaded() -> None:
+            if not self._config.queues:
+                self._queues = tuple(QueueConfig(name) for name in keeper.queue_names)
+                metrics.declare_queues(keeper.queue_names)
+                self._claimer.set_queues(self._queues)
+
+        def on_reloading(is_begin: bool, text: str) -> None:
+            self._reload_trouble = "" if is_begin else text
+            if is_begin:
+                self._notifier.reloading()
+            else:
+                self._notifier.ready(self._status_text())
+
+        self._commands = Commands(
+            self._standing,
+            pool=self._pool,
+            keeper=keeper,
+            holder=self._holder,
+            observer=self._observer,
+            events=self._events,
+            abort_grace_s=self._config.pool.abort_grace_s,
+            set_quiet=self._set_quiet,
+            stop=self._stop_by_command,
+            on_reloaded=on_reloaded,
+            on_reloading=on_reloading,
+        )
+        return self._commands
+
     def _start(self) -> None:
         assert self._observer is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
@@ -368,6 +411,8 @@ class Supervisor:
         }
         handlers[signal.SIGTSTP] = lambda: self._set_quiet("SIGTSTP")
         handlers[signal.SIGCONT] = lambda: self._set_quiet(None, "SIGCONT")
+        for number, (command, request) in COMMAND_SIGNALS.items():
+            handlers[number] = functools.partial(self._on_command_signal, number, command, request)
         for number in UNUSED_SIGNALS:
             handlers[number] = functools.partial(self._on_unused_signal, number)
         for number, handler in handlers.items():
@@ -385,6 +430,22 @@ class Supervisor:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._climb(Phase.STOPPING if self._signals > 1 else to, number.name)
+
+    def _on_command_signal(self, number: signal.Signals, command: str, request: Mapping[str, Any]) -> None:
+        is_obeyed = self._commands is not None
+        self._events.emit(ev.CommandReceived("signal", number.name, is_obeyed))
+        if self._commands is not None:
+            self._spawn(self._carry_out(self._commands.table()[command], request), command)
+
+    async def _carry_out(self, command: Command, request: Mapping[str, Any]) -> None:
+        """A command that nobody waits for an answer to."""
+        try:
+            await command(request)
+        except Refused as refused:
+            self._events.emit(ev.CommandRefused(str(refused)))
+
+    def _stop_by_command(self, why: str) -> None:
+        self._climb(Phase.STOPPING if self._wanted >= Phase.DRAINING else Phase.DRAINING, why)
 
     def _on_unused_signal(self, number: signal.Signals) -> None:
         """Caught, as its default would end us."""
@@ -499,4 +560,4 @@ class Supervisor:
     def _status_text(self) -> str:
         snapshot = self.snapshot()
         text = f"{snapshot.phase}: {snapshot.current_jobs} of {snapshot.procs} children busy"
-        return "; ".join((text, *snapshot.unhealthy))
+        return "; ".join(filter(None, (text, self._reload_trouble, *snapshot.unhealthy)))
