@@ -46,5 +46,6 @@ def preload(config: Config, generation: int) -> Preload:
         config.pool.strict_preload,
         config.pool.child_nice,
         config.pool.leftovers == "kill",
+        config.pool.pin_cpus,
         config.log.level,
     )

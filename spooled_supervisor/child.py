@@ -78,6 +78,7 @@ class Birth:
     stack_fd: int
     nice: int
     kills_leftovers: bool
+    pins_cpu: bool
     log_level: str
 
 
@@ -165,6 +166,9 @@ class Child:
         os.register_at_fork(after_in_child=self._close_pipes)
         # 5. The supervisor must win: priority, and the out-of-memory killer's choice.
         lower_priority(birth.nice)
+        if birth.pins_cpu:
+            cpus = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cpus[birth.slot % len(cpus)]})
         # 6. Its own randomness, and a collector that works again.
         _reseed()
         gc.enable()

@@ -111,6 +111,8 @@ class ClaimConfig:
     lease_duration_s: int = default_of("lease_duration")
     heartbeat_fraction: float = default_of("heartbeat_fraction")
     prefetch: int = default_of("prefetch")  # for each child
+    max_load: float | None = None
+    max_memory_pressure: float | None = None  # percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class PoolConfig:
     child_nice: int = default_of("child_nice")
     strict_preload: bool = default_of("strict_preload")
     leftovers: str = default_of("leftovers")  # kill, keep
+    child_memory_limit_bytes: int | None = None
+    pin_cpus: bool = default_of("pin_cpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +235,12 @@ class _Draft:
             api=self._api(),
             worker=self._worker(),
             claims=ClaimConfig(
-                value["poll_interval"], value["lease_duration"], value["heartbeat_fraction"], value["prefetch"]
+                value["poll_interval"],
+                value["lease_duration"],
+                value["heartbeat_fraction"],
+                value["prefetch"],
+                value["max_load"],
+                value["max_memory_pressure"],
             ),
             pool=self._pool(),
             shutdown_timeout_s=value["shutdown_timeout"],
@@ -282,6 +291,8 @@ class _Draft:
             child_nice=value["child_nice"],
             strict_preload=value["strict_preload"],
             leftovers=value["leftovers"],
+            child_memory_limit_bytes=value["child_memory_limit"],
+            pin_cpus=value["pin_cpus"],
         )
 
     def _check_renewal(self) -> None:

@@ -70,6 +70,19 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PressureRose(Event):
+    """Load or memory pressure is above its limit: nothing more is claimed for now."""
+
+    level: ClassVar[int] = WARNING
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PressureFell(Event):
+    """Claims go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorStopped(Event):
     """The last event. `unsettled` jobs are left to their lease."""
 

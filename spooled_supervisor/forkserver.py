@@ -154,6 +154,7 @@ class _Server:
                 stack_fd=stack_fd,
                 nice=settings.child_nice,
                 kills_leftovers=settings.kills_leftovers,
+                pins_cpu=settings.pins_cpus,
                 log_level=settings.log_level,
             ),
         )

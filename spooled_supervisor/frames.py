@@ -152,6 +152,7 @@ class Preload(_Message, frozen=True, array_like=True, tag=1):
     strict: bool
     child_nice: int
     kills_leftovers: bool
+    pins_cpus: bool
     log_level: str
 
 

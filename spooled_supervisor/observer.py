@@ -39,6 +39,7 @@ class Standing:
     worker_id: str
     phase: Phase = Phase.BOOTING
     quiet_reason: str | None = None  # claims nothing, on somebody's order
+    pressure: str | None = None  # claims nothing, as the machine has no room
     refused: str | None = None  # the API key is not accepted
     is_proven: bool = False  # the service has accepted the key once
     started_at: float = field(default_factory=now)
@@ -140,6 +141,8 @@ class Observer:
             reasons.append(f"stopping ({standing.phase.name.lower()})")
         if standing.quiet_reason is not None:
             reasons.append(f"quiet: {standing.quiet_reason}")
+        if standing.pressure is not None:
+            reasons.append(f"claims are held back: {standing.pressure}")
         if standing.refused is not None:
             reasons.append(f"the API key is refused: {standing.refused}")
         elif not standing.is_proven:

@@ -197,6 +197,15 @@ class Pool:
         runs = [*self._waiting, *(child.run for child in self._children.values() if child.run is not None)]
         return next((run.job.key for run in reversed(runs) if run.job.id == job_id), None)
 
+    def kill_if_above(self, limit_bytes: int) -> None:
+        """Kill the families of children whose job has grown them beyond the limit; the job fails, saying so."""
+        for child in self.children:
+            run = child.run
+            if run is not None and rss_private(child.pid) - child.base_memory_bytes > limit_bytes:
+                text = f"the job needs more memory than --child-memory-limit {limit_bytes} bytes allows"
+                _decide(run, Failed(text))
+                self._kill(child, "memory")
+
     async def close(self) -> None:
         """Kill what is left, see it dead (within CLOSE_LIMIT_S), let the fork server go."""
         self.kill_all("shutdown")
@@ -435,7 +444,7 @@ class Pool:
             if slot.successor is child:
                 slot.successor = None
             else:
-                slot.child = None
+                slot.child = slot.renew_reason = None  # the next one is fresh anyway
             self._loop.call_soon(self.turn)
 
     def _succeed(self, slot: Slot) -> None:
@@ -478,8 +487,7 @@ class Pool:
         if child.state is ChildState.KILLED:
             return
         child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)
-        if self._config.max_child_memory_bytes is not None:
-            child.base_memory_bytes = rss_private(child.pid)
+        child.base_memory_bytes = rss_private(child.pid)
         slot = self._slot_of(child)
         if slot is not None and slot.successor is child:
             self._succeed(slot)

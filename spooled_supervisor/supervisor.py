@@ -45,6 +45,7 @@ from spooled_supervisor.observer import Observer, Standing, boot_snapshot
 from spooled_supervisor.outbox import Outbox
 from spooled_supervisor.poison import PoisonList
 from spooled_supervisor.pool import Pool
+from spooled_supervisor.pressure import Pressure
 from spooled_supervisor.progress import ProgressSender
 from spooled_supervisor.registration import Registration
 from spooled_supervisor.settling import Settler
@@ -93,6 +94,9 @@ class Supervisor:
         self._standing = Standing(config.worker.worker_id or state.worker_id(config.worker.hostname))
         self._troubles = Troubles(events)
         self._gate = RateGate()
+        self._pressure = Pressure(
+            max_load=config.claims.max_load, max_memory_pressure=config.claims.max_memory_pressure
+        )
         self._leases = LeaseBook(fraction=config.claims.heartbeat_fraction, abort_grace_s=config.pool.abort_grace_s)
         self._alarm = Alarm()  # `run` waits here: something has changed that the walk may be waiting for
         self._wanted = Phase.BOOTING  # how far the ladder is to be climbed
@@ -511,8 +515,8 @@ class Supervisor:
 
     def _may_claim(self) -> bool:
         standing = self._standing
-        is_free = standing.quiet_reason is None and standing.refused is None and not self._outbox.is_full
-        return standing.phase is Phase.RUNNING and is_free
+        is_free = standing.quiet_reason is None and standing.refused is None and standing.pressure is None
+        return standing.phase is Phase.RUNNING and is_free and not self._outbox.is_full
 
     def _limit_of(self, job: Job) -> float:
         """The job's own limit, the queue's and ours: the shortest counts."""
@@ -530,6 +534,9 @@ class Supervisor:
 
     def _on_tick(self, at: float) -> None:
         """From the loop that keeps the leases: while it turns, the watchdog is fed, in a drain too."""
+        self._look_at_pressure(at)
+        if (limit := self._config.pool.child_memory_limit_bytes) is not None:
+            self._pool.kill_if_above(limit)
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is not None and at - self._pinged_at >= interval_s / 2:
             self._pinged_at = at
@@ -539,6 +546,15 @@ class Supervisor:
             if self._standing.phase >= Phase.DRAINING and at < self._drain_ends_at + STOP_LIMIT_S:
                 self._notifier.extend_timeout(3 * TELL_INTERVAL_S)
             self._notifier.status(self._status_text())
+
+    def _look_at_pressure(self, at: float) -> None:
+        before, reason = self._standing.pressure, self._pressure.reason(at)
+        self._standing.pressure = reason
+        if before is None and reason is not None:
+            self._events.emit(ev.PressureRose(reason))
+        elif before is not None and reason is None:
+            self._events.emit(ev.PressureFell())
+            self._claimer.wake()
 
     # --- what it shows ---------------------------------------------------------------------------------------------
 
