@@ -5,6 +5,7 @@
     /livez        200 while the loop turns; it knows nothing of the service, as a restart would not bring that back
     /readyz       200 when a job would be taken now, else 503 with the reasons
     /status.json  the whole snapshot
+    /             a page for people that shows it and refreshes itself
 
 It runs on the loop that it reports about, so that a dead loop cannot look alive. It answers from a snapshot without
 awaiting anything, keeps no state between requests and logs none of them. Who opens connections and leaves them is
@@ -33,6 +34,7 @@ from spooled_supervisor.telemetry.exchange import (
 )
 from spooled_supervisor.telemetry.logs import EventLog
 from spooled_supervisor.telemetry.metrics import Metrics
+from spooled_supervisor.telemetry.page import status_page
 from spooled_supervisor.telemetry.snapshot import Snapshot
 
 MAX_CONNECTIONS = 64
@@ -52,6 +54,7 @@ class Endpoints:
     ) -> None:
         self.port = port  # the real one while entered, also where 0 was asked for
         self.routes: dict[str, Route] = {
+            "/": lambda request: status_page(),
             "/metrics": self._metrics_page,
             "/health": self._health,
             "/livez": _livez,

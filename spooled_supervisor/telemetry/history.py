@@ -111,5 +111,13 @@ def _failure(event: JobFailed) -> FailureSnapshot:
     if event.kind == "crashed":
         error, _, output = error.partition(OUTPUT_MARK)
     return FailureSnapshot(
-        event.job_id, event.queue_name, event.kind, error, output, wall(), event.slot, event.will_retry, event.duration_s
+        event.job_id,
+        event.queue_name,
+        event.kind,
+        error,
+        output,
+        wall(),
+        event.slot,
+        event.will_retry,
+        event.duration_s,
     )

@@ -55,7 +55,7 @@ class ChildSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FailureSnapshot:
-    """A job that failed. `kind`: failed, timed_out, crashed, released; `output` is the last that a dead child printed."""
+    """A job that failed; `kind`: failed, timed_out, crashed, released; `output` is what a dead child printed last."""
 
     job_id: str
     queue: str
@@ -70,7 +70,7 @@ class FailureSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSnapshot:
-    """A lease: held, or settling while its outcome is on its way. It is renewed in `renew_in_s`, else over at its end."""
+    """A lease: `held`, or `settling` while its outcome is on its way. Renewed in `renew_in_s`, or over at its end."""
 
     job_id: str
     queue: str

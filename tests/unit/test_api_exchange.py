@@ -18,7 +18,8 @@ import pytest
 
 from spooled_supervisor import timing
 from spooled_supervisor.api import exchange
-from spooled_supervisor.api.exchange import Exchange, Received, Transport, proxy_for
+from spooled_supervisor.api.exchange import Exchange, Received
+from spooled_supervisor.api.httpx_wire import Transport, proxy_for
 from spooled_supervisor.errors import ApiUnavailable, ConfigError
 from spooled_supervisor.events import ApiRequestFinished, Events
 from tests.support.stub_api import Reply, StubApi, stub_api
