@@ -21,6 +21,9 @@ from spooled_supervisor import timing
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost, SupervisorError
 from spooled_supervisor.job import clip_error
 
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding JSON may raise: UnicodeDecodeError is a ValueError, and msgspec's own are not in every version."""
+
 MAX_RETRY_AFTER_S = 300.0
 MAX_MESSAGE_CHARS = 300
 EXCERPT_CHARS = 120
@@ -196,7 +199,7 @@ _KEY_LIKE = re.compile(r"\b(?:sp|sk)_(?:live|test)_\w+|\bBearer\s+\S+|\beyJ[\w-]
 def _error_object(body: bytes | None) -> dict[str, Any] | None:
     try:
         value = msgspec.json.decode(body or b"")
-    except (ValueError, RecursionError):  # msgspec's own errors and UnicodeDecodeError are ValueErrors
+    except MALFORMED:
         return None
     if not isinstance(value, dict):
         return None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from spooled_supervisor.api.answers import excerpt
+from spooled_supervisor.api.answers import MALFORMED, excerpt
 from spooled_supervisor.api.values import Claim, UnreadableJob
 from spooled_supervisor.errors import ApiUnavailable
 from spooled_supervisor.job import Job
@@ -58,7 +58,7 @@ def read_claim(body: bytes, *, queue_name: str, lease_duration_s: float, request
     reader = _Reader(queue_name, lease_duration_s, requested_at)
     try:
         records = _read_fast(body).jobs
-    except (ValueError, RecursionError):
+    except MALFORMED:
         return _without_duplicates(reader.one_by_one(body))
     return _without_duplicates([reader.job(record) for record in records])
 
@@ -85,7 +85,7 @@ class _Reader:
     def one_by_one(self, body: bytes) -> list[Job | UnreadableJob]:
         try:
             raws = _read_raw(body).jobs
-        except (ValueError, RecursionError) as error:
+        except MALFORMED as error:
             raise ApiUnavailable(f"the answer to claim makes no sense ({error}): {excerpt(body)}") from None
         found = [one for one in map(self._lenient, raws) if one is not None]
         if raws and not found:
@@ -96,7 +96,7 @@ class _Reader:
         try:
             fields = _Fields(_read_fields(raw))
             job_id, lease_id = fields.word("id"), fields.word("lease_id")
-        except (ValueError, RecursionError):
+        except MALFORMED:
             return None
         if job_id is None:
             return None
@@ -156,7 +156,7 @@ class _Fields:
     def _value(self, name: str) -> Any:
         try:
             return msgspec.json.decode(self._raws.get(name, b"null"))
-        except (ValueError, RecursionError):
+        except MALFORMED:
             return ...  # of no type that anybody asks for
 
     def _problem(self, name: str, wanted: str, default: T) -> T:

@@ -111,6 +111,7 @@ class Exchange:
             status = "timeout"
             raise ApiUnavailable("no answer in time") from error  # without a number, so that an outage has one reason
         except WireError as error:
+            status = status if error.status is None else str(error.status)
             raise (_Stale if error.is_stale else ApiUnavailable)(answers.masked(str(error), self._secret)) from error
         except asyncio.CancelledError:
             status = ""

@@ -95,7 +95,8 @@ async def _read_bounded(response: httpx.Response, most_bytes: int) -> bytes:
     async for chunk in response.stream:  # type: ignore[union-attr]
         size += len(chunk)
         if size > most_bytes:
-            raise WireError(f"HTTP {response.status_code} with an answer of more than {most_bytes} bytes")
+            text = f"HTTP {response.status_code} with an answer of more than {most_bytes} bytes"
+            raise WireError(text, status=response.status_code)
         chunks.append(chunk)
     return b"".join(chunks)
 

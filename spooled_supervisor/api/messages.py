@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from spooled_supervisor.api.answers import excerpt, printable
+from spooled_supervisor.api.answers import MALFORMED, excerpt, printable
 from spooled_supervisor.api.values import HeartbeatAnswer, Registration, Settled
 from spooled_supervisor.errors import ApiUnavailable, ProtocolError
 from spooled_supervisor.job import Job, clip_error
@@ -51,7 +51,7 @@ def check_json(raw: bytes) -> None:
     """Raise ProtocolError unless `raw` is exactly one JSON value in UTF-8 (RFC 8259). Costs a whole decode."""
     try:
         msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and msgspec's errors are ValueErrors
+    except MALFORMED as error:
         raise ProtocolError(f"a result is no JSON value: {error}") from error
 
 
@@ -214,7 +214,7 @@ def read_settled(operation: str, body: bytes) -> Settled:
 def _object(operation: str, body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
-    except (ValueError, RecursionError):
+    except MALFORMED:
         raise ApiUnavailable(f"the answer to {operation} is no JSON: {excerpt(body)}") from None
     if not isinstance(value, dict):
         raise ApiUnavailable(f"the answer to {operation} is no JSON object: {excerpt(body)}")

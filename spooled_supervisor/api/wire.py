@@ -12,6 +12,8 @@ makes no sense is a WireError. TLS is asyncio's own, verified by the context tha
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import select
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,10 +32,14 @@ HAPPY_EYEBALLS_S = 0.25
 
 
 class WireError(Exception):
-    """No HTTP answer. `is_stale`: a kept connection turned out to be closed before anything of an answer came."""
+    """No usable HTTP answer; `status` if it got so far.
 
-    def __init__(self, reason: str, *, is_stale: bool = False) -> None:
+    `is_stale`: a kept connection turned out to be closed before anything of an answer came.
+    """
+
+    def __init__(self, reason: str, *, is_stale: bool = False, status: int | None = None) -> None:
         self.is_stale = is_stale
+        self.status = status
         super().__init__(reason)
 
 
@@ -63,6 +69,9 @@ class DirectWire:
         self._host = host
         self._port = port
         self._tls = tls
+        # Only a name can have several addresses to try; and what asyncio's race of addresses leaves behind when it is
+        # cancelled takes another turn of the loop to end.
+        self._eyeballs_s = None if _is_address(host) else HAPPY_EYEBALLS_S
         self._idle: list[_Connection] = []  # the longest idle first
         self._busy: set[_Connection] = set()
 
@@ -94,8 +103,9 @@ class DirectWire:
             self._idle.pop(0).close()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_reusable:
+            if connection.is_reusable and not connection.has_news():
                 return connection
+            connection.close()
         return None
 
     def _keep(self, connection: _Connection) -> None:
@@ -113,7 +123,7 @@ class DirectWire:
                 self._port,
                 ssl=self._tls,
                 server_hostname=self._host if self._tls is not None else None,
-                happy_eyeballs_delay=HAPPY_EYEBALLS_S,
+                happy_eyeballs_delay=self._eyeballs_s,
             )
         except (OSError, ssl.CertificateError) as error:  # ssl.SSLError is an OSError
             raise WireError(f"no connection: {error.strerror or error}") from error
@@ -135,6 +145,13 @@ class _Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         """Whether another request may be sent: it is open, and the last answer ended where it should."""
         return self._is_open and self._answer is None
+
+    def has_news(self) -> bool:
+        """Whether something has come that the loop has not read yet: after an answer that can only be the end."""
+        assert self._transport is not None
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
 
     async def ask(self, target: str, headers: bytes, body: bytes, most_bytes: int, *, is_reused: bool) -> Reply:
         assert self._transport is not None
@@ -275,7 +292,8 @@ class _Parser:
 
     def _check_size(self, size: int) -> None:
         if size > self._most_bytes:
-            raise WireError(f"HTTP {self._status} with an answer of more than {self._most_bytes} bytes")
+            text = f"HTTP {self._status} with an answer of more than {self._most_bytes} bytes"
+            raise WireError(text, status=self._status)
 
 
 class _Chunks:
@@ -335,6 +353,14 @@ class _Chunks:
         line = bytes(buffer[:end])
         del buffer[: end + 2]
         return line
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _status_of(line: str) -> int:

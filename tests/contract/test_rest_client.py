@@ -7,6 +7,7 @@ only the published guide knows; and the fields that the guide's examples send ar
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from spooled_supervisor.api.values import Claim, HeartbeatAnswer, Registration, 
 from spooled_supervisor.errors import ApiRefused, CredentialsRefused, LeaseLost
 from spooled_supervisor.events import Events
 from spooled_supervisor.job import Job
-from tests.support.devserver import DevServer, dev_server
+from tests.support.devserver import DevServer, Producer, dev_server
 
 T = TypeVar("T")
 LIMIT_S = 10.0
@@ -76,11 +77,18 @@ class Checking(httpx.AsyncHTTPTransport):
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
-def server(request: pytest.FixtureRequest) -> Iterator[DevServer]:
+def running(request: pytest.FixtureRequest) -> Iterator[DevServer]:
     with dev_server(
         strict=request.param, min_lease_s=1, lease_recovery_interval_s=0.05, retry_base_s=0.01, heartbeat_interval_s=7
     ) as server:
         yield server
+
+
+@pytest.fixture
+def server(running: DevServer) -> Iterator[DevServer]:
+    """One server for all tests, and for each a producer of its own, whose connections end with it."""
+    with Producer(running.url, running.api_key) as client:
+        yield dataclasses.replace(running, client=client)
 
 
 @pytest.fixture

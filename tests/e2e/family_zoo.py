@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from spooled_supervisor import kernel
@@ -47,7 +48,8 @@ def born(announce: int) -> NoReturn:
 
 
 def report(pids: list[int]) -> None:
-    print(json.dumps(pids), flush=True)
+    sys.stdout.write(json.dumps(pids) + "\n")
+    sys.stdout.flush()
 
 
 def heard(pipe: int, count: int) -> list[int]:
@@ -125,7 +127,7 @@ def headless(_: str) -> None:
 
     pid = fork(leave_main_thread)
     heard(hear, 1)
-    while b") Z" not in open(f"/proc/{pid}/stat", "rb").read():
+    while b") Z" not in Path(f"/proc/{pid}/stat").read_bytes():
         os.sched_yield()
     report([pid])
 
@@ -177,7 +179,6 @@ def bomb(kind: str) -> None:
 def runner(kind: str) -> None:
     """Somebody who is always somebody else: forks, and the parent leaves."""
     bucket = tokens(60000)
-    hear, announce = os.pipe()
 
     def run() -> None:
         while spend(bucket):
@@ -186,7 +187,6 @@ def runner(kind: str) -> None:
             signal.alarm(100)
             if kind == "sessions":
                 os.setsid()
-        os.write(announce, b"!")
         sleep_forever()
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

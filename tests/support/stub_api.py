@@ -258,8 +258,8 @@ class StubApi:
         self._open.add(task)
         try:
             await self._talk(reader, writer, self._connections)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, LookupError):
+            writer.close()  # gone, or no HTTP that we read
         except asyncio.CancelledError:
             _reset(writer)
         finally:

@@ -175,6 +175,17 @@ def test_paths_are_escaped(stub: StubApi) -> None:
     ]
 
 
+def test_reports_can_be_made_under_the_id_of_an_earlier_life(stub: StubApi) -> None:
+    async def main() -> None:
+        async with service(stub) as api:
+            first, second = await take(api, stub), await take(api, stub)
+            await complete(api.acting_as("earlier"), first)
+            await complete(api, second)
+
+    run(main)
+    assert [request.json["worker_id"] for request in stub.of("complete")] == ["earlier", WORKER]
+
+
 def test_an_id_that_the_service_makes_up_is_used_for_the_worker_only(stub: StubApi) -> None:
     stub.on("register", Reply.json({"id": "minted", "heartbeat_interval_seconds": 5}, 201))
 
@@ -633,7 +644,7 @@ def test_a_renewal_that_hangs_ends_at_its_deadline(stub: StubApi) -> None:
         async with service(stub) as api:
             job = await take(api, stub)
             started = timing.now()
-            with pytest.raises(ApiUnavailable, match="no answer within"):
+            with pytest.raises(ApiUnavailable, match="no answer in time"):
                 await api.renew(job, deadline=started + 0.1)
             assert timing.now() - started < 2.0
 
