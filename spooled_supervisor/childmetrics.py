@@ -1,11 +1,11 @@
 """The child's half of handlers' own metrics: what prometheus_client counts in this process, told to the supervisor.
 
-Handlers use prometheus_client as anywhere: its default registry is read, once it has been imported by somebody. Counters,
+Handlers use prometheus_client as anywhere: its default registry is read, once somebody has imported it. Counters,
 histograms and summaries are told as what was added since the last report, beginning with the child's birth, as the
-values of before were copied from the fork server by fork(2) and belong to nobody; gauges as they are. A report goes out
-when the child is ready, after a job, while a job reports progress, and when the child leaves; at most one in INTERVAL_S,
-and one that was put off is sent as soon as it may be, if no job comes in between. So a child that is killed takes with it
-what its job has counted since its last report, and jobs that ended within INTERVAL_S before that one.
+values of before were copied from the fork server by fork(2) and belong to nobody; gauges as they are. A report goes
+out when the child is ready, after a job, while a job tells its progress, and when the child leaves; one in INTERVAL_S
+at most, and one that was put off is sent as soon as it may be, if no job comes in between. So a child that is killed
+takes with it what its job has counted since its last report, and jobs that ended within INTERVAL_S before this one.
 
 No files: prometheus_client's own multi-process mode leaves one for every process that ever lived. Nothing here takes
 part in outcomes: whatever the registry does, the job that has ended has ended.
@@ -48,6 +48,7 @@ MAX_LABEL_VALUE = 500
 MAX_LABEL_BYTES = 2000
 """Of all labels of one series together."""
 MAX_BOUNDS = 200
+MAX_BOUND = 32
 SERIES_PER_REPORT = 50
 """New ones; more are told in further reports, so that none exceeds what a frame may hold."""
 CHANGES_PER_REPORT = 2500
@@ -62,7 +63,7 @@ SAMPLE_OF: Mapping[str, str] = {"counter": "_total", "info": "_info", "gauge": "
 
 Index = Annotated[int, Meta(ge=0, lt=MAX_SERIES)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
-Bound = Annotated[str, Meta(max_length=32)]
+Bound = Annotated[str, Meta(max_length=MAX_BOUND)]
 Labels = dict[Name, Annotated[str, Meta(max_length=MAX_LABEL_VALUE)]]
 
 
@@ -124,7 +125,7 @@ class _Reading:
     values: list[float]
 
 
-_Key = tuple[str, str, tuple[tuple[str, str], ...]]
+_Key = tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -269,7 +270,7 @@ class Reporter:
 
 
 def _key_of(reading: _Reading) -> _Key:
-    return (reading.name, reading.kind, tuple(reading.labels.items()))
+    return (reading.name, reading.kind, tuple(reading.bounds), tuple(reading.labels.items()))
 
 
 def _add(families: list[Family], reading: _Reading, index: int) -> None:
@@ -282,8 +283,9 @@ def _add(families: list[Family], reading: _Reading, index: int) -> None:
 
 
 def _added(before: list[float], now: list[float], *, has_sum: bool) -> list[float]:
-    """What came on top. A count that went back has begun again from zero (`reset`, `clear`), and its sum with it; a sum
-    that went back by itself has met a negative observation, which adds nothing: a total that falls reads as a restart."""
+    """What came on top. A count that went back has begun again from zero (`reset`, `clear`), and its sum with it. A sum
+    that went back by itself has met a negative observation, which adds nothing: a total that falls reads as a restart.
+    """
     counts = len(now) - has_sum
     if len(before) != len(now) or any(new < old for old, new in zip(before[:counts], now[:counts], strict=True)):
         return [max(0.0, value) for value in now]
@@ -296,9 +298,11 @@ def _is_sendable(reading: _Reading) -> bool:
     return (
         len(reading.values) == values_of(reading.kind, len(reading.bounds))
         and len(reading.name) <= MAX_NAME
+        and reading.name.isascii()
         and len(labels) <= MAX_LABELS
         and len(reading.bounds) <= MAX_BOUNDS
         and all(len(name) <= MAX_NAME and len(value) <= MAX_LABEL_VALUE for name, value in labels.items())
+        and all(len(bound) <= MAX_BOUND for bound in reading.bounds)
         and sum(len(text.encode()) for pair in labels.items() for text in pair) <= MAX_LABEL_BYTES
     )
 
@@ -318,7 +322,7 @@ def _readings(metric: Metric) -> Iterable[_Reading]:
 
 
 def _grouped(metric: Metric, text: str) -> Iterable[_Reading]:
-    """Series of several samples. A histogram's count is that of its last bucket; one with negative bounds has no sum."""
+    """Series of several samples. A histogram's count is its last bucket's; one with negative bounds has no sum."""
     groups: dict[tuple[str, ...], _Reading] = {}
     kind = cast("Kind", metric.type)
     counts = metric.name + ("_bucket" if kind == "histogram" else "_count")
@@ -329,7 +333,7 @@ def _grouped(metric: Metric, text: str) -> Iterable[_Reading]:
         bound = None
         if kind == "histogram" and "le" in labels:
             labels = dict(labels)
-            bound = labels.pop("le")
+            bound = _utf8(labels.pop("le"))
         key = tuple(labels.values())
         group = groups.get(key)
         if group is None:
@@ -345,4 +349,4 @@ def _utf8(text: str) -> str:
 
 
 def _utf8_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    return {name: value if value.isascii() else _utf8(value) for name, value in labels.items()}
+    return {_utf8(name): _utf8(value) for name, value in labels.items()}

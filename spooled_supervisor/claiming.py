@@ -12,6 +12,7 @@ new one. Cancelling `run` does not cancel claims in flight: `finish` awaits them
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,9 @@ MAX_LIMIT = 100
 CLAIM_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 1.0
 BACKOFF_CAP_S = 30.0
+HINT_SPREAD_S = 0.005
+IDLE_AFTER_S = 60.0
+IDLE_CAP_S = 30.0
 REFUSED_PAUSE_S = 60.0
 """Until a queue is asked again that we may not claim from (403), or whose claim is malformed to the service."""
 
@@ -44,6 +48,8 @@ class ClaimedQueue:
     breaker: QueueBreaker = field(default_factory=QueueBreaker)
     backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
     next_at: float = 0.0
+    active_at: float = 0.0  # when it last had a job, or was said to have one
+    idle_s: float = 0.0  # the last pause of a queue that has been empty for long
     asked: int = 0  # places that the claim in flight has reserved; 0 if there is none
     credit: float = 0.0
 
@@ -84,6 +90,17 @@ class Claimer:
         self._in_flight: set[asyncio.Task[None]] = set()
         self.queues = {queue.name: ClaimedQueue(queue) for queue in queues}
         self.last_answer_at = now()
+        self.is_stream_up = False
+
+    def hint(self, queue_name: str, in_s: float = 0.0) -> None:
+        """The queue may have a job in so many seconds: ask then. Spread a little, as a fleet hears it at once."""
+        queue = self.queues.get(queue_name)
+        if queue is not None:
+            at = now() + in_s + random.uniform(0.0, HINT_SPREAD_S)
+            queue.active_at = max(queue.active_at, at)
+            if at < queue.next_at and not queue.backoff.failures:
+                queue.next_at = at
+                self._alarm.ring()
 
     def set_queues(self, queues: Sequence[QueueConfig]) -> None:
         """Claim from these queues from now on; what is known of those that stay is kept."""
@@ -178,13 +195,36 @@ class Claimer:
             self._troubles.worked(operation)
             queue.backoff.reset()
             got = len(claim.jobs) + len(claim.unreadable)
-            queue.next_at = now() + (0.0 if got >= limit else jittered(self._config.poll_interval_s))
+            queue.next_at = now() + (0.0 if got >= limit else self._pause(queue, got))
             self._events.emit(ClaimAnswered(queue.name, limit, got))
             queue.asked = 0  # before the jobs are given out: they take the places now
             self._on_claim(claim, limit)
         finally:
             queue.asked = 0
             self.last_answer_at = now()
+
+    def _pause(self, queue: ClaimedQueue, got: int) -> float:
+        """Until a queue that gave less than was asked for is asked again.
+
+        While the event stream works, a queue that has been empty for long is asked less and less often: it costs one
+        of the plan's requests each time. A job's arrival wakes us; one that arrives without an event (scheduled, or
+        failed elsewhere) is found at most IDLE_CAP_S late.
+        """
+        poll_s = jittered(self._config.poll_interval_s)
+        if got:
+            queue.active_at = now()
+        if not self.is_stream_up or now() - queue.active_at < IDLE_AFTER_S:
+            queue.idle_s = 0.0
+            return poll_s
+        queue.idle_s = min(max(queue.idle_s * 2, poll_s), max(IDLE_CAP_S, poll_s))
+        return jittered(queue.idle_s)
+
+    def on_stream(self, is_up: bool) -> None:
+        """The event stream works, or does not: then polling must do, and begins with one poll at once."""
+        if is_up != self.is_stream_up:
+            self.is_stream_up = is_up
+            for name in self.queues:
+                self.hint(name)
 
     def _put_off(self, queue: ClaimedQueue, operation: str, reason: str, delay_s: float) -> None:
         queue.next_at = now() + delay_s

@@ -111,6 +111,7 @@ class ClaimConfig:
     lease_duration_s: int = default_of("lease_duration")
     heartbeat_fraction: float = default_of("heartbeat_fraction")
     prefetch: int = default_of("prefetch")  # for each child
+    listens_to_events: bool = True
     max_load: float | None = None
     max_memory_pressure: float | None = None  # percent
 
@@ -239,6 +240,7 @@ class _Draft:
                 value["lease_duration"],
                 value["heartbeat_fraction"],
                 value["prefetch"],
+                not value["no_events"],
                 value["max_load"],
                 value["max_memory_pressure"],
             ),

@@ -174,9 +174,9 @@ class Holder:
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
-    async def _settle(self, lease: Lease, outcome: Outcome, api: RestApi | None = None) -> None:
+    async def _settle(self, lease: Lease, outcome: Outcome, api: RestApi | None = None, *, tries: int = 0) -> None:
         await self._outbox.decide(lease.job, outcome, started_at=lease.started_at)
-        if not await self._settler.settle(lease, outcome, api or self._api):
+        if not await self._settler.settle(lease, outcome, api or self._api, tries=tries):
             self.given_up += 1
         self._outbox.forget(lease.job)
         self._settled.ring()
@@ -202,7 +202,9 @@ class Holder:
             status = "completed" if isinstance(outcome, Succeeded) else "failed"
             self._events.emit(ev.LeftoverReported(job.id, job.queue_name, status, leftover.outcome is not None))
             self._leases.decided(lease)
-            self._spawn(self._settle(lease, outcome, self._api.acting_as(leftover.worker_id)), "settle")
+            # An outcome may have been sent and taken before the end; the failure of an unfinished job cannot have been.
+            tries = 1 if leftover.outcome is not None else 0
+            self._spawn(self._settle(lease, outcome, self._api.acting_as(leftover.worker_id), tries=tries), "settle")
 
     def hold_again(self) -> None:
         """The outbox has got its file back: what is held now is not in it."""

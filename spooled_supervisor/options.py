@@ -272,6 +272,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "the part of a lease after which it is renewed"),
         Option("--prefetch", ("SPOOLED_PREFETCH",), "prefetch", whole(0, 100), "0",
                "jobs claimed ahead for each child"),
+        Option("--no-events", ("SPOOLED_NO_EVENTS",), "no_events", SWITCH, "no",
+               "do not listen to the service's event stream, which wakes us when a job arrives"),
         Option("--max-load", ("SPOOLED_MAX_LOAD",), "max_load", number(0, math.inf), None,
                "claim nothing while the machine's load (1 minute) is higher", "no limit"),
         Option("--max-memory-pressure", ("SPOOLED_MAX_MEMORY_PRESSURE",), "max_memory_pressure", number(0, 100), None,

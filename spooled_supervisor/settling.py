@@ -60,12 +60,12 @@ class Settler:
         self._gate = gate
         self._on_refused = on_refused
 
-    async def settle(self, lease: Lease, outcome: Outcome, api: RestApi) -> bool:
+    async def settle(self, lease: Lease, outcome: Outcome, api: RestApi, *, tries: int = 0) -> bool:
         """Report the outcome of this lease through `api`; False if it could not be brought to the service.
 
-        Not cancel-safe: the report may have reached the service.
+        `tries`: how often an earlier life may have sent it already. Not cancel-safe: the report may have reached the service.
         """
-        report = _Report(outcome)
+        report = _Report(outcome, tries)
         backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
         while lease.is_live and now() < lease.end:  # the clock too: after a sleep this may run before the book is kept
             delay = await self._try(api, lease, report, backoff)

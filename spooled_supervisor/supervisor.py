@@ -25,6 +25,7 @@ from typing import Any
 
 from spooled_supervisor import __version__, family, kernel, processes
 from spooled_supervisor import events as ev
+from spooled_supervisor.api.events import JobEvents
 from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.checking import preload
@@ -209,6 +210,17 @@ class Supervisor:
             ca_file=config.ca_file,
         )
 
+    def _make_job_events(self) -> JobEvents:
+        config = self._config.api
+        return JobEvents(
+            config.url,
+            ApiKey(config),
+            ca_file=config.ca_file,
+            troubles=self._troubles,
+            on_job=self._claimer.hint,
+            on_up=self._claimer.on_stream,
+        )
+
     def _wire(self, api: RestApi, keeper: ForkServerKeeper, metrics: Metrics) -> None:
         config, events, queues = self._config, self._events, self._queues
 
@@ -330,6 +342,8 @@ class Supervisor:
         self._spawn(self._holder.keep_leases(), "keep leases")
         self._spawn(self._registration.run(), "register and beat")
         self._spawn(self._observer.sample(), "sample memory")
+        if self._config.claims.listens_to_events:
+            self._spawn(self._make_job_events().run(), "listen to events")
         self._pool.turn()
 
     async def _work(self) -> None:

@@ -8,9 +8,10 @@ every byte; they are switched off, the caller's deadline counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from spooled_supervisor.api.wire import KEEPALIVE_S, MAX_IDLE, DirectWire, Reply
 from spooled_supervisor.errors import ConfigError
 
 Transport: TypeAlias = httpx.AsyncBaseTransport
+CONNECT_LIMIT_S = 10.0
 
 
 class HttpxWire:
@@ -52,6 +54,38 @@ class HttpxWire:
 
     async def aclose(self) -> None:
         await self._transport.aclose()
+
+
+@contextlib.asynccontextmanager
+async def open_lines(
+    url: str, headers: Mapping[str, str], *, ca_file: Path | None, max_line: int
+) -> AsyncIterator[AsyncIterator[str]]:
+    """`GET url`: the lines of an endless text/event-stream. Raises WireError, also for any other kind of answer.
+
+    A client of its own: one connection that lives for long. The caller's time limits count.
+    """
+    trust = _trust(httpx.URL(url).scheme, ca_file) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        async with (
+            httpx.AsyncClient(verify=trust, timeout=httpx.Timeout(None, connect=CONNECT_LIMIT_S)) as client,
+            client.stream("GET", url, headers=headers) as response,
+        ):
+            kind = response.headers.get("content-type", "")
+            if response.status_code != 200 or not kind.startswith("text/event-stream"):
+                raise WireError(f"HTTP {response.status_code} {kind}, no event stream", status=response.status_code)
+            yield _bounded_lines(response, max_line)
+    except (httpx.HTTPError, OSError) as error:
+        raise WireError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+
+
+async def _bounded_lines(response: httpx.Response, max_line: int) -> AsyncIterator[str]:
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+        if len(rest) > max_line:
+            raise WireError("a line without an end")
 
 
 class _Watch:
