@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from spooled_supervisor import frames, kernel
+from spooled_supervisor import childmetrics, frames, kernel
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority
@@ -127,6 +127,7 @@ class Child:
         self._log_filled_at = time.monotonic()
         self._logs_dropped = 0
         self._runner: asyncio.Runner | None = None
+        self._metrics = childmetrics.Reporter(lambda report: self.send(frames.Metrics(report)))
 
     def live(self) -> int:
         """From birth to the exit status."""
@@ -139,11 +140,14 @@ class Child:
             self.send(frames.BootFailed(clip_text(f"on_child_start failed: {describe_error(error)}")))
             return EXIT_BOOT_FAILED
         self.send(frames.Hello(self._birth.slot, self._birth.generation, os.getpid()))
+        self._metrics.report()
         self._set_title("idle")
         while (job := self._next_job()) is not None:
             self._run_job(job)
+        self._metrics.report()  # now, as a stop hook may hang ...
         for hook in self._app.child_stop_hooks:
             self._call_hook(hook)
+        self._metrics.report()  # ... and what the hooks have counted
         return EXIT_LEFT
 
     # --- becoming a child ----------------------------------------------------------------------------------------
@@ -209,6 +213,7 @@ class Child:
     def _start(self) -> None:
         self._set_title("starting")
         self._install_logging()
+        self._metrics.begin()
         for hook in self._app.child_start_hooks:
             self._call_hook(hook)
         self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=self._birth.kills_leftovers)
@@ -276,7 +281,9 @@ class Child:
                     self._leaving = True
             if self._leaving:
                 return None
-            ready = dict(self._poll.poll())
+            ready = dict(self._poll.poll(self._metrics.wait_ms))
+            if not ready:
+                self._metrics.report_if_due()
             if self._birth.jobs_fd in ready and not self._read_pipe():
                 return None  # the supervisor closed the pipe
 
@@ -348,6 +355,7 @@ class Child:
         swept = self._baseline.clear_leftovers()
         leaving = self._baseline.restore() or self._unfit()
         self.send(msgspec.structs.replace(answer, cpu_s=cpu_s, leaving=leaving, left_behind=list(swept.names)))
+        self._metrics.report_if_due()
         self._set_title("idle")
 
     def _answer(self, job: frames.RunJob, handler: Handler | None) -> frames.Answer:
@@ -447,6 +455,8 @@ class Child:
 
     def report_progress(self, percent: float, message: str | None) -> None:
         self.send(frames.Progress(self._run, percent, None if message is None else clip_text(message)))
+        if threading.current_thread() is threading.main_thread():
+            self._metrics.report_if_due()
         self._raise_if_due()
 
     def report_log(self, severity: str, message: str, meta: str | None, source: str) -> None:

@@ -49,7 +49,7 @@ MAX_LABEL_BYTES = 2000
 """Of all labels of one series together."""
 MAX_BOUNDS = 200
 MAX_BOUND = 32
-SERIES_PER_REPORT = 50
+SERIES_PER_REPORT = 40
 """New ones; more are told in further reports, so that none exceeds what a frame may hold."""
 CHANGES_PER_REPORT = 2500
 """Numbers; as above."""

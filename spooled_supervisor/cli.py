@@ -114,13 +114,20 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 def check(argv: list[str], env: Mapping[str, str]) -> int:
-    """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing."""
-    from spooled_supervisor import config as configuration
-    from spooled_supervisor.checking import app_problems
+    """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing.
 
-    config, problems = configuration.examine(argv, env)
+    `--online` tries the key at the service as well.
+    """
+    from spooled_supervisor import config as configuration
+    from spooled_supervisor.checking import app_problems, online_problems
+
+    is_online = "--online" in argv
+    config, problems = configuration.examine([word for word in argv if word != "--online"], env)
     for problem in app_problems(config) if config.app else []:
         problems.add(problem)
+    if is_online and config.api.url and config.api.key.reveal():
+        for problem in online_problems(config):
+            problems.add(problem)
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")

@@ -48,6 +48,9 @@ CREDENTIAL = "spooled-api-key"
 METADATA_LIMIT_BYTES = 32 * 1024
 """Half of what the service takes, as the figures of a heartbeat go into the same object."""
 
+UNIT_STOP_S = 90
+STOP_MARGIN_S = 10
+SMALLEST_PLAN_RATE = 5
 MIN_CHILD_BYTES = 32 * 2**20
 """Less than a child with a small app holds; whoever asks for it will have forgotten a unit."""
 
@@ -533,6 +536,17 @@ def _misfits(config: Config, cpus: int) -> Iterator[str]:
     room_s = abort_after_s(lease_s, pool.abort_grace_s) - claims.heartbeat_fraction * lease_s
     if room_s < 1:
         yield f"heartbeat_fraction: {claims.heartbeat_fraction:g} leaves {room_s:.2g} s to repeat a renewal that failed"
+    if config.shutdown_timeout_s > UNIT_STOP_S - STOP_MARGIN_S:
+        yield (
+            f"shutdown_timeout: {config.shutdown_timeout_s:g} s and the time to settle do not fit into "
+            f"TimeoutStopSec={UNIT_STOP_S} of the unit file; raise that too"
+        )
+    polls = max(1, len(config.queues)) / claims.poll_interval_s
+    if polls > SMALLEST_PLAN_RATE / 2:
+        yield (
+            f"poll_interval: {polls:.3g} polls a second of empty queues; the smallest plan allows "
+            f"{SMALLEST_PLAN_RATE} requests a second, reports and renewals included"
+        )
     for queue in config.queues:
         if queue.max_procs and queue.max_procs > pool.procs:
             yield f"queues.{queue.name}.max_procs: {queue.max_procs} is more than all {pool.procs} children"

@@ -47,6 +47,9 @@ SCRUBBED = (
     "LISTEN_PID",
     "LISTEN_FDNAMES",
 )
+NO_FILES = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
+"""With one of these, which a web server's environment has, prometheus_client keeps what it counts in a file for every
+process that ever lived. Children tell the supervisor instead (`childmetrics`)."""
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -65,7 +68,9 @@ def child_environment(env: Mapping[str, str], *, marker: str, threads: int) -> d
     machine in every child; what the user has set stays.
     """
     clean = {
-        name: value for name, value in env.items() if name not in SCRUBBED and not name.startswith("SPOOLED_API_KEY")
+        name: value
+        for name, value in env.items()
+        if name not in (*SCRUBBED, *NO_FILES) and not name.startswith("SPOOLED_API_KEY")
     }
     for name in THREAD_VARIABLES:
         clean.setdefault(name, str(max(1, threads)))

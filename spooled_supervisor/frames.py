@@ -27,6 +27,8 @@ MAX_JOB_FRAME = 128 << 20
 """To a child: far above any payload the service takes (5 MiB), so that only our own mistakes meet it."""
 MAX_REPORT_FRAME = MAX_RESULT_BYTES + 64 * 1024
 """From a child: a result at its limit, and the rest of the message."""
+MAX_METRICS = 256 * 1024
+"""One report of what the app's own metrics have counted."""
 MAX_PACKET = 128 * 1024
 """On the fork server's socket; below the kernel's default for a datagram (net.core.wmem_default)."""
 
@@ -138,7 +140,13 @@ class Answer(_Message, frozen=True, array_like=True, tag=7):
     left_behind: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=32)] = []
 
 
-FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer
+class Metrics(_Message, frozen=True, array_like=True, tag=8):
+    """What the app's own metrics have counted; `childmetrics` says what stands in a report."""
+
+    report: Annotated[bytes, Meta(max_length=MAX_METRICS)]
+
+
+FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer | Metrics
 
 # --- supervisor to fork server and back -----------------------------------------------------------------------------
 

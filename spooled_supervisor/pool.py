@@ -30,6 +30,7 @@ from spooled_supervisor.config import PoolConfig
 from spooled_supervisor.errors import ProtocolError
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkRefused, ForkServerGone, ForkServerKeeper
+from spooled_supervisor.graveyard import Graveyard
 from spooled_supervisor.job import Crashed, Failed, Outcome, Released, Succeeded, TimedOut
 from spooled_supervisor.leases import Key, Lease
 from spooled_supervisor.lifecycle import ChildEvent, ChildState
@@ -48,9 +49,6 @@ BROKEN_LIMIT_S = 1.0
 CLOSE_LIMIT_S = 2.0
 MAX_TIMES_GIVEN = 3
 RECYCLE_JITTER = 0.1
-SWEEP_DELAY_S = 0.01
-SWEEP_LIMIT_S = 1.0
-"""Outcomes wait this long for orphans to die; one that cannot be killed must not hold a job for ever."""
 
 
 class Pool:
@@ -66,6 +64,7 @@ class Pool:
         on_over: Callable[[Run, Outcome | None], None],
         on_change: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        on_metrics: Callable[[int, int, int, bytes], None] = lambda slot, generation, pid, report: None,
     ) -> None:
         self._config = config
         self._keeper = keeper
@@ -74,6 +73,7 @@ class Pool:
         self._on_over = on_over
         self._on_change = on_change
         self._spawn = spawn
+        self._on_metrics = on_metrics  # slot, generation, pid of the child, and its report
         self._slots = [Slot(index) for index in range(config.procs)]
         self._children: dict[int, ChildLink] = {}  # by pid, until reaped
         self._waiting: deque[Run] = deque()
@@ -81,12 +81,14 @@ class Pool:
         self._is_replacing = True  # children that are missing are started
         self._forks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._foreign = frozenset(family.strangers(()))  # our children from before: a container's entry script's, say
         self._oom = OomCounter()
         self._oom_count = self._oom.read()
-        self._buried: list[Run] = []  # over as soon as no orphan is left
-        self._sweep_timer: asyncio.TimerHandle | None = None
-        self._sweep_until = 0.0
+        self._graveyard = Graveyard(
+            events=events,
+            known=lambda: self.pids,
+            is_fork_open=lambda: keeper.open_requests > 0,
+            on_over=self._on_buried,
+        )
         self._loop = asyncio.get_running_loop()
         self._all_gone = asyncio.Event()  # no child is left to be reaped
         self._all_gone.set()
@@ -215,14 +217,13 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await self._all_gone.wait()
-        for timer in (self._timer, self._sweep_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for child in self.children:  # in the kernel's hands: not even SIGKILL has ended it
             child.close()
         self._children.clear()
         await self._keeper.close()
-        family.sweep(self._foreign, kill=True)
+        self._graveyard.close()
 
     # --- what it shows ----------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class Pool:
     @property
     def jobs_held(self) -> int:
         """Runs that are not over."""
-        return len(self._waiting) + sum(child.run is not None for child in self.children) + len(self._buried)
+        return len(self._waiting) + sum(child.run is not None for child in self.children) + len(self._graveyard)
 
     def in_progress(self, queue_name: str) -> int:
         """How many children work for this queue."""
@@ -334,7 +335,7 @@ class Pool:
             return
         finally:
             slot.is_forking = False
-            self._loop.call_soon(self._sweep)  # held up while the fork was open
+            self._loop.call_soon(self._graveyard.sweep)  # held up while the fork was open
         child = ChildLink(
             born,
             born_at=now(),
@@ -471,6 +472,8 @@ class Pool:
                 self._emit_line(child, severity, text, source, meta)
             case frames.LogsDropped(lines=lines):
                 self._on_dropped(child, lines)
+            case frames.Metrics(report=report):
+                self._on_metrics(child.slot, child.generation, child.pid, report)
             case frames.Hello():
                 self._on_hello(child, message)
             case frames.BootFailed(error=error):
@@ -611,7 +614,7 @@ class Pool:
             self._blame_boot(place, child, cause, tail)
         if run is not None:
             self._bury(run, cause, tail)
-        self._sweep_soon()
+        self._graveyard.sweep_soon()
         self._on_change()
 
     def _cause(self, child: ChildLink, exit: exits.Exit) -> str:
@@ -671,38 +674,17 @@ class Pool:
             return
         was = "was " if cause.startswith("killed") else ""
         _decide(run, Crashed(f"the child {was}{cause} without an outcome", tail))
-        self._buried.append(run)
-
-    def _sweep_soon(self) -> None:
-        self._sweep_until = now() + SWEEP_LIMIT_S
-        self._loop.call_soon(self._sweep)
+        self._graveyard.bury(run)
 
     def sweep_hint(self) -> None:
         """SIGCHLD: somebody died. Known children are told by their pidfds; this looks after strangers."""
-        if self._sweep_timer is None:
-            self._sweep_timer = self._loop.call_later(SWEEP_DELAY_S, self._sweep)
+        self._graveyard.hint()
 
-    def _sweep(self) -> None:
-        """Kill and reap what jobs have left behind; then runs whose children are dead are over.
-
-        Not while a fork is open: the stranger may be the child that it is about to name.
-        """
-        self._sweep_timer = None
-        if self._keeper.open_requests:
-            return
-        swept = family.sweep(self._foreign.union(self.pids), kill=True)
-        if swept.found:
-            self._events.emit(ev.OrphansKilled(swept.found, swept.names))
-        if swept.left:
-            self._sweep_timer = self._loop.call_later(SWEEP_DELAY_S, self._sweep)
-            if now() < self._sweep_until:
-                return
-        buried, self._buried = self._buried, []
-        for run in buried:
+    def _on_buried(self, runs: list[Run]) -> None:
+        for run in runs:
             self._over(run)
-        if buried:
-            self.turn()
-            self._on_change()
+        self.turn()
+        self._on_change()
 
     def _child_with(self, key: Key) -> ChildLink | None:
         for child in self._children.values():

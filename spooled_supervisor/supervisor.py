@@ -236,6 +236,7 @@ class Supervisor:
             on_over=on_over,
             on_change=self._on_pool_change,
             spawn=self._spawn,
+            on_metrics=metrics.children.take,
         )
         self._claimer = Claimer(
             api,

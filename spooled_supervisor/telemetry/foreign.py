@@ -18,6 +18,7 @@ import re
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -240,10 +241,10 @@ class ChildMetrics(Collector):
             self._dropped["invalid"] += 1
         elif cell.family.kind not in SUMMED:
             cell.values = values
-        elif _is_an_addition(values, len(cell.family.bounds)):
-            cell.values = list(map(float.__add__, cell.values, values))
-        else:
+        elif not _is_an_addition(values, len(cell.family.bounds)):
             self._dropped["invalid"] += 1
+        elif math.inf not in (sums := list(map(float.__add__, cell.values, values))):
+            cell.values = sums
 
 
 def appears_by(name: str, kind: str) -> list[str]:
@@ -268,7 +269,7 @@ def _is_an_addition(values: list[float], bounds: int) -> bool:
     """Whether all numbers are finite and not negative, and a histogram's buckets do not shrink as they widen."""
     if not all(0.0 <= value < math.inf for value in values):
         return False
-    return not bounds or all(low <= high for low, high in zip(values[:bounds], values[1 : bounds + 1], strict=True))
+    return not bounds or all(low <= high for low, high in pairwise(values[: bounds + 1]))
 
 
 def _add_samples(metric: Metric, shown: _Shown, cell: _Cell) -> None:
