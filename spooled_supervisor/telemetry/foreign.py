@@ -54,6 +54,7 @@ SUFFIXES: Mapping[str, Sequence[str]] = {
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _BOUND = re.compile(r"[-+]?[0-9][0-9.]*(e[-+]?[0-9]+)?")
+_POSSIBLE = {"info": (1.0,), "stateset": (0.0, 1.0)}
 _RESERVED_LABELS = {"histogram": "le", "summary": "quantile"}
 
 _LabelKey = tuple[tuple[str, str], ...]
@@ -195,8 +196,7 @@ class ChildMetrics(Collector):
     def _place(self, child: _Child, shown: _Shown, series: Series, slot: int) -> _Cell | None:
         """A series of this child's on the page; None if it is not shown."""
         labels = series.labels
-        reserved = _RESERVED_LABELS.get(shown.kind)
-        if any(not _LABEL_NAME.fullmatch(name) or name == reserved for name in labels):
+        if not _are_valid(labels, shown):
             self._dropped["invalid"] += 1
             return None
         if shown.kind not in SUMMED and shown.kind != "info":
@@ -211,7 +211,8 @@ class ChildMetrics(Collector):
             self._dropped["limit"] += 1
             return None
         if cell is None:
-            cell = _Cell(shown, key, labels, [0.0] * values_of(shown.kind, len(shown.bounds)), n_series)
+            values = [1.0] if shown.kind == "info" else [0.0] * values_of(shown.kind, len(shown.bounds))
+            cell = _Cell(shown, key, labels, values, n_series)
             if shown.kind in SUMMED:
                 shown.sums[key] = cell
             else:
@@ -237,12 +238,11 @@ class ChildMetrics(Collector):
             if index not in child.cells:
                 self._dropped["invalid"] += 1
             return
-        if len(values) != len(cell.values):
+        kind = cell.family.kind
+        if len(values) != len(cell.values) or not _are_possible(values, kind, len(cell.family.bounds)):
             self._dropped["invalid"] += 1
-        elif cell.family.kind not in SUMMED:
+        elif kind not in SUMMED:
             cell.values = values
-        elif not _is_an_addition(values, len(cell.family.bounds)):
-            self._dropped["invalid"] += 1
         elif math.inf not in (sums := list(map(float.__add__, cell.values, values))):
             cell.values = sums
 
@@ -262,11 +262,22 @@ def _is_valid(family: Family) -> bool:
         bounds = [float(bound) for bound in family.bounds]
     except ValueError:  # two points
         return False
-    return all(low < high for low, high in zip(bounds, [*bounds[1:], math.inf], strict=True))
+    return all(low < high for low, high in pairwise([*bounds, math.inf]))
 
 
-def _is_an_addition(values: list[float], bounds: int) -> bool:
-    """Whether all numbers are finite and not negative, and a histogram's buckets do not shrink as they widen."""
+def _are_valid(labels: Mapping[str, str], shown: _Shown) -> bool:
+    """Whether a series may have these labels."""
+    if shown.kind == "stateset" and shown.name not in labels:
+        return False
+    reserved = _RESERVED_LABELS.get(shown.kind)
+    return all(_LABEL_NAME.fullmatch(name) and name != reserved for name in labels)
+
+
+def _are_possible(values: list[float], kind: Kind, bounds: int) -> bool:
+    """Whether the numbers make sense: additions are finite and not negative, and a histogram's buckets do not shrink
+    as they widen; a gauge may be anything."""
+    if kind not in SUMMED:
+        return values[0] in _POSSIBLE.get(kind, values)
     if not all(0.0 <= value < math.inf for value in values):
         return False
     return not bounds or all(low <= high for low, high in pairwise(values[: bounds + 1]))
