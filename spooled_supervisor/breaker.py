@@ -48,7 +48,8 @@ class QueueBreaker:
     def crashed(self, at: float) -> None:
         """A child died in a job of this queue."""
         self._crashes += 1
-        if self._crashes >= CRASHES_TO_OPEN:
+        # While it is open, this was one that ran already when it opened: only a probe makes the pause longer.
+        if self._crashes >= CRASHES_TO_OPEN and (self._opens_at is None or at >= self._opens_at):
             self._opens_at = at + self._pause.next_delay()
 
     def answered(self) -> None:

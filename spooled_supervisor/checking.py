@@ -11,7 +11,7 @@ import functools
 import os
 import secrets
 
-from spooled_supervisor import timing
+from spooled_supervisor import family, timing
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.config import Config
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError
@@ -29,9 +29,10 @@ def app_problems(config: Config) -> list[str]:
 
 
 async def _import_app(config: Config) -> list[str]:
+    marker = f"check {os.getpid()}"  # not the state directory: a supervisor may be at work there
     keeper = ForkServerKeeper(
         functools.partial(preload, config),
-        child_environment(os.environ, marker=str(config.state_dir), threads=1),
+        child_environment(os.environ, marker=marker, threads=1),
         boot_timeout_s=config.pool.boot_timeout_s,
         events=Events(),
         on_ready=lambda: None,
@@ -42,6 +43,7 @@ async def _import_app(config: Config) -> list[str]:
         return error.problems
     finally:
         await keeper.close()
+        family.kill_marked(marker)  # what the app has started while it was imported
     return []
 
 

@@ -64,6 +64,7 @@ LOG_LINES_PER_S = 200
 LOG_BURST = 1000
 STACK_FRAMES_IN_ERROR = 6
 PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +185,16 @@ class Child:
         for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, self._on_terminate)
+        for number in (ABORT_SIGNAL, STACK_SIGNAL):
+            faulthandler.unregister(number)  # else it believes that it is in place, whatever a handler has put there
         signal.signal(ABORT_SIGNAL, self._on_abort_signal)
-        # After signal.signal: faulthandler chains to whatever was there before it.
+        self._register_dumps()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _register_dumps(self) -> None:
+        """After signal.signal: faulthandler chains to whatever was there before it. Nothing if it is registered."""
         faulthandler.register(ABORT_SIGNAL, file=self._birth.stack_fd, all_threads=True, chain=True)
         faulthandler.register(STACK_SIGNAL, file=self._birth.stack_fd, all_threads=True, chain=False)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _close_pipes(self) -> None:
         """In a process that a handler forked: it must neither take our frames nor write any."""
@@ -345,15 +351,19 @@ class Child:
         if self._abort_waits or self._inbox:  # told to stop before we were listening
             self._abort_waits = False
             self._take_aborts()
+            if self._signal.aborted and self._on_abort == "raise":
+                self.raise_later = True
         self.send(frames.Started(job.run))
         cpu_before = time.process_time()
         answer = self._answer(job, handler)
-        self._run = 0
+        with self._lock:  # a thread that the handler has left behind may be reporting at this moment
+            self._run = 0
         self._signal.close()
         _flush_streams()
         cpu_s = time.process_time() - cpu_before
         swept = self._baseline.clear_leftovers()
         leaving = self._baseline.restore() or self._unfit()
+        self._register_dumps()
         self.send(msgspec.structs.replace(answer, cpu_s=cpu_s, leaving=leaving, left_behind=list(swept.names)))
         self._metrics.report_if_due()
         self._set_title("idle")
@@ -363,7 +373,7 @@ class Child:
         if handler is None:
             return self._failure(job.run, f"this app has no handler for queue {job.queue_name!r}", retryable=True)
         try:
-            payload = json.loads(job.payload)
+            payload = _loads(job.payload)
         except (ValueError, RecursionError) as error:
             return self._failure(job.run, f"the payload cannot be decoded: {error}", retryable=False)
         context = JobContext(
@@ -374,7 +384,7 @@ class Child:
             max_retries=job.max_retries,
             timeout_s=job.timeout_s,
             signal=self._signal,
-            reporter=_Reporter(self),
+            reporter=_Reporter(self, job.run),
         )
         try:
             result = self._call(handler, context)
@@ -453,8 +463,12 @@ class Child:
 
     # --- what handlers say -----------------------------------------------------------------------------------------
 
-    def report_progress(self, percent: float, message: str | None) -> None:
-        self.send(frames.Progress(self._run, percent, None if message is None else clip_text(message)))
+    def report_progress(self, run: int, percent: float, message: str | None) -> None:
+        """Of a run that is over, by a thread that it has left behind, nothing is told."""
+        frame = frames.Progress(run, percent, None if message is None else clip_text(message))
+        with self._lock:
+            if run == self._run:
+                self.send(frame)
         if threading.current_thread() is threading.main_thread():
             self._metrics.report_if_due()
         self._raise_if_due()
@@ -482,16 +496,17 @@ class Child:
 class _Reporter:
     """`app.Reporter` of a running job."""
 
-    __slots__ = ("_child",)
+    __slots__ = ("_child", "_run")
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, run: int) -> None:
         self._child = child
+        self._run = run
 
     def progress(self, percent: float, message: str | None) -> None:
-        self._child.report_progress(percent, message)
+        self._child.report_progress(self._run, percent, message)
 
     def log(self, level: str, message: str, meta: dict[str, Any]) -> None:
-        text = clip_text(json.dumps(meta, default=safe_text, skipkeys=True)) if meta else None
+        text = clip_text(_dumps(meta, default=safe_text, skipkeys=True)) if meta else None
         self._child.report_log(level, message, text, "log")
 
 

@@ -241,6 +241,9 @@ class Holder:
 
     def _keep_outbox(self, at: float) -> None:
         self._outbox.tick(at)
+        if self._outbox.replaced is not None:
+            self._events.emit(ev.OutboxTroubled(self._outbox.replaced))
+            self._outbox.replaced = None
         problem = self._outbox.problem
         if problem is not None and self._outbox_problem is None:
             self._events.emit(ev.OutboxTroubled(problem))

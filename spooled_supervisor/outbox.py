@@ -89,13 +89,14 @@ class Outbox:
         self._on_reopened = on_reopened
         self._boot_id = boot_id()
         self._db: sqlite3.Connection | None = None
-        self._on_their_way: dict[tuple[str, str], tuple[float, int]] = {}  # decided: since when, how many bytes
+        self._on_their_way: dict[tuple[str, str], tuple[float, int, Row]] = {}  # decided: since when, bytes, all of it
         self._bytes = 0
         self._forgotten: list[tuple[str, str]] = []
         self._forget_timer: asyncio.TimerHandle | None = None
         self._reopen_at = 0.0
         self._checkpoint_at = now() + CHECKPOINT_INTERVAL_S
         self._checkpoint: asyncio.Future[None] | None = None
+        self._is_broken = False  # the file is no sound database: it is put aside before it is opened again
         self.problem: str | None = None  # why nothing is kept on disk at the moment
 
     def __enter__(self) -> Outbox:
@@ -134,18 +135,19 @@ class Outbox:
         error = None if isinstance(outcome, Succeeded) else error_text(outcome)
         retryable = not isinstance(outcome, Failed) or outcome.retryable
         size = len(result or b"") + len(error or "")
-        self._on_their_way[_key(job)] = (now(), size)
-        self._bytes += size
         row = self._row(job, result, error, retryable, started_at=started_at)
+        self._on_their_way[_key(job)] = (now(), size, row)
+        self._bytes += size
         if size <= BIG_BYTES or self._db is None:
             self._write(_PUT, [row])
-        elif (problem := await asyncio.to_thread(_write_elsewhere, self._path, row)) is not None:
-            self._degrade(problem)
+        elif (failed := await asyncio.to_thread(_write_elsewhere, self._path, row)) is not None:
+            self._degrade(failed)
 
     def forget(self, job: Job) -> None:
         """The service has the outcome, or the lease is over; the row goes a little later, with others."""
         key = _key(job)
-        self._bytes -= self._on_their_way.pop(key, (0.0, 0))[1]
+        if (sent := self._on_their_way.pop(key, None)) is not None:
+            self._bytes -= sent[1]
         self._forgotten.append(key)
         if len(self._forgotten) >= FORGET_BATCH:
             self._flush_forgotten()
@@ -180,7 +182,7 @@ class Outbox:
 
     def age_s(self, at: float) -> float:
         """How long the oldest of them has been waiting."""
-        return at - min((since for since, _ in self._on_their_way.values()), default=at)
+        return at - min((since for since, _, _ in self._on_their_way.values()), default=at)
 
     @property
     def is_full(self) -> bool:
@@ -193,6 +195,8 @@ class Outbox:
             if at >= self._reopen_at:
                 self._open()
                 if self._db is not None:
+                    self._flush_forgotten()
+                    self._write(_PUT, [row for _, _, row in self._on_their_way.values()])
                     self._on_reopened()
         elif at >= self._checkpoint_at or self._wal_bytes() > CHECKPOINT_WAL_BYTES:
             self._checkpoint_at = at + CHECKPOINT_INTERVAL_S
@@ -283,29 +287,33 @@ class Outbox:
             self._db = self._connect_or_replace()
             self.problem = None
         except (sqlite3.Error, OSError) as error:
-            self._degrade(f"{self._path}: {error}")
+            self._degrade(error)
 
     def _connect_or_replace(self) -> sqlite3.Connection:
         """Open the file; one that is no database any more is put aside, as it must not stop the work."""
         try:
+            if self._is_broken:  # its first page may be whole, and then opening it says nothing
+                raise sqlite3.DatabaseError(self.problem)
             return _connect(self._path, SCHEMA)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # cannot open, disk full, locked: the file may be good
+            if not _means_broken(error):
                 raise
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self._path}{suffix}", f"{self._path}.broken{suffix}")
+            self._is_broken = False
             self.replaced = f"{self._path} was no database ({error}); it was renamed to {self._path.name}.broken"
             return _connect(self._path, SCHEMA)
 
     replaced: str | None = None
-    """Set when a broken file was put aside; the supervisor tells it."""
+    """Set when a broken file was put aside; who tells it sets it back."""
 
-    def _degrade(self, problem: str) -> None:
+    def _degrade(self, error: sqlite3.Error | OSError) -> None:
         if self._db is not None:
             self._db.close()
             self._db = None
-        self.problem = problem
+        self._is_broken = self._is_broken or _means_broken(error)
+        self.problem = f"{self._path}: {error}"
         self._reopen_at = now() + REOPEN_INTERVAL_S
 
     def _write(self, sql: str, rows: Sequence[Row]) -> None:
@@ -318,7 +326,7 @@ class Outbox:
                 with _transaction(self._db):
                     self._db.executemany(sql, rows)
         except sqlite3.Error as error:
-            self._degrade(f"{self._path}: {error}")
+            self._degrade(error)
 
     def _read(self, sql: str, *values: object) -> Iterable[Row]:
         if self._db is None:
@@ -326,15 +334,16 @@ class Outbox:
         try:
             return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as error:
-            self._degrade(f"{self._path}: {error}")
+            self._degrade(error)
             return []
 
     def _flush_forgotten(self) -> None:
         if self._forget_timer is not None:
             self._forget_timer.cancel()
             self._forget_timer = None
-        forgotten, self._forgotten = self._forgotten, []
-        self._write(_FORGET, forgotten)
+        self._write(_FORGET, self._forgotten)
+        if self._db is not None or len(self._forgotten) > MAX_OUTCOMES:
+            self._forgotten = []  # else they are still in the file, and go when it is opened again
 
     def _wal_bytes(self) -> int:
         try:
@@ -377,17 +386,22 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("COMMIT")
 
 
-def _write_elsewhere(path: Path, row: Row) -> str | None:
+def _means_broken(error: sqlite3.Error | OSError) -> bool:
+    """Whether the file is at fault; OperationalError is a disk that is full, a lock, a file that cannot be opened."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def _write_elsewhere(path: Path, row: Row) -> sqlite3.Error | OSError | None:
     """In a thread: keep a big outcome; what went wrong, if anything did."""
     try:
         with contextlib.closing(_connect(path)) as db:
             db.execute(_PUT, row)
-    except sqlite3.Error as error:
-        return f"{path}: {error}"
+    except (sqlite3.Error, OSError) as error:
+        return error
     return None
 
 
 def _checkpoint(path: Path) -> None:
     """In a thread: move the log into the database. What fails is tried again later."""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(path)) as db:
+    with contextlib.suppress(sqlite3.Error, OSError), contextlib.closing(_connect(path)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

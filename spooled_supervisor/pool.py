@@ -367,8 +367,8 @@ class Pool:
         run.given_at = now()
         run.times_given += 1
         run.slot = child.slot
+        child.output.begin()  # what was said before is not this job's
         child.run = run
-        child.output.begin()
         child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)
         job = run.job
         child.send(
@@ -522,9 +522,9 @@ class Pool:
             return  # its family is dying: the run is over when that is done
         if run.abort_reason is not None:
             run.stack = child.read_stack()
+        child.output.drain()  # while its lines are still this job's
         child.run = None
         child.jobs_done += 1
-        child.output.drain()
         child.advance(ChildEvent.ANSWERED)
         self._recycle_if_due(child, answer.leaving or (ISOLATION if run.is_isolated else None))
         self._over(run)
@@ -594,8 +594,8 @@ class Pool:
         reaped = child.reap()
         if reaped is None:
             return
+        child.output.drain()  # while its lines are still this job's
         run, child.run = child.run, None
-        child.output.drain()
         tail = child.output.tail
         cause = self._cause(child, exits.decode(reaped.status))
         was_booting = child.ready_at is None

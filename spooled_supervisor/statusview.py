@@ -464,8 +464,8 @@ def _failures(status: Status, paint: Paint) -> Iterator[str]:
         Column("KIND"),
         Column("QUEUE", least=8),
         Column("JOB", least=9),
-        Column("THEN"),
-        Column("ERROR", least=10),
+        Column("THEN", drop=1),
+        Column("ERROR", least=30),
     )
     yield from table(paint, columns, [_failure_row(failure) for failure in failures[:MAX_FAILURES]])
 

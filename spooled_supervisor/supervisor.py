@@ -34,7 +34,7 @@ from spooled_supervisor.claiming import Claimer
 from spooled_supervisor.commands import Commands
 from spooled_supervisor.config import Config, QueueConfig, cpus_available
 from spooled_supervisor.control import Command, ControlSocket, Refused
-from spooled_supervisor.errors import EX_FAILURE, EX_OK, CredentialsRefused
+from spooled_supervisor.errors import EX_FAILURE, EX_OK, ConfigError, CredentialsRefused
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
 from spooled_supervisor.holding import Holder
@@ -122,14 +122,19 @@ class Supervisor:
         (the service does not know the key, and never has); an ExceptionGroup is a bug in one of the parts.
         """
         self._set_title()
+        refusal: ConfigError | CredentialsRefused | None = None
         with self._signal_handling():
             async with asyncio.TaskGroup() as self._tasks:
                 try:
                     async with contextlib.AsyncExitStack() as stack:
                         return await self._walk(stack)
+                except (ConfigError, CredentialsRefused) as error:
+                    refusal = error  # raised below: the TaskGroup would wrap it, and it is for people, not a bug
                 finally:
                     for task in tuple(self._spawned):
                         task.cancel()
+        assert refusal is not None
+        raise refusal
 
     async def _walk(self, stack: contextlib.AsyncExitStack) -> int:
         config = self._config
@@ -140,6 +145,8 @@ class Supervisor:
             await stack.enter_async_context(endpoints)
         self._outbox = stack.enter_context(self._make_outbox())
         self._kill_survivors()
+        # In the end, whatever it was: what the app has started while it was imported is nobody's child or orphan.
+        stack.callback(family.kill_marked, str(self._state.path))
         keeper = self._make_keeper()
         stack.push_async_callback(keeper.close)
         if not await self._is_booted(keeper):

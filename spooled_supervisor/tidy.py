@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from _thread import _count as thread_count  # those below the threading module too
 
 # What `signal.getsignal` calls; that makes an enum of every answer: 1 us for each of 62 signals.
 from _signal import getsignal  # type: ignore[import-not-found] # it has no stubs
@@ -70,7 +71,9 @@ class Baseline:
         self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         self._affinity = os.sched_getaffinity(0)
         self._recursion = sys.getrecursionlimit()
+        self._hooks = (sys.gettrace(), sys.getprofile())
         self._threads = set(threading.enumerate())
+        self._thread_count = thread_count()
         self._lowest_fd = _lowest_free_fd()
         self._steps = (
             self._restore_streams,
@@ -138,6 +141,9 @@ class Baseline:
             socket.setdefaulttimeout(None)
         if sys.getrecursionlimit() != self._recursion:
             sys.setrecursionlimit(self._recursion)
+        if (sys.gettrace(), sys.getprofile()) != self._hooks:
+            sys.settrace(self._hooks[0])
+            sys.setprofile(self._hooks[1])
         return None
 
     def _restore_limits(self) -> str | None:
@@ -158,14 +164,17 @@ class Baseline:
         return unfit
 
     def _look_at_threads(self) -> str | None:
-        if threading.active_count() <= len(self._threads):
+        if thread_count() <= self._thread_count:
             return None
+        ours = self._thread_count
         for thread in threading.enumerate():
-            if thread not in self._threads and not thread.name.startswith(LOOP_THREADS):
+            if thread not in self._threads and thread.name.startswith(LOOP_THREADS):
+                ours += 1
+            elif thread not in self._threads:
                 thread.join(THREAD_GRACE_S)
                 if thread.is_alive():
                     return "thread"
-        return None
+        return "thread" if thread_count() > ours else None
 
     def _look_at_fds(self) -> str | None:
         return "descriptors" if _lowest_free_fd() > self._lowest_fd + MAX_NEW_FDS else None

@@ -25,7 +25,7 @@ from spooled_supervisor.demo.picture import INSIDE, colour
 
 QUEUE = "mandelbrot"
 ESCAPED = 16.0
-"""A point this far out never comes back; 2 would do, but the farther out it is noticed, the smoother are the colours."""
+"""A point this far out never comes back. 2 would do, but the later it is noticed, the smoother are the colours."""
 ROWS_PER_REPORT = 16
 
 app = App()
@@ -69,7 +69,7 @@ def colour_of(point: complex, limit: int) -> bytes:
     return INSIDE
 
 
-# --- what goes wrong on purpose ----------------------------------------------------------------------------------------
+# --- what goes wrong on purpose ---------------------------------------------------------------------------------------
 
 
 def have_mishap(kind: str | None) -> None:

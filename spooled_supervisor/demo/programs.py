@@ -9,6 +9,7 @@ PDEATHSIG counts the thread, and code runs between fork and exec.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import select
@@ -46,13 +47,12 @@ class Program:
     """A running program and the pipe that it talks through."""
 
     def __init__(
-        self, name: str, arguments: list[str], env: Mapping[str, str], *, stdout: int | IO[bytes], stderr: int | IO[bytes]
+        self, arguments: list[str], env: Mapping[str, str], *, stdout: int | IO[bytes], stderr: int | IO[bytes]
     ) -> None:
-        self.name = name
         parent = os.getpid()
 
         def die_with_parent() -> None:
-            kernel.set_parent_death_signal(signal.SIGTERM)
+            kernel.set_parent_death_signal(signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -63,12 +63,13 @@ class Program:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            pipesize=PIPE_BYTES,
             preexec_fn=die_with_parent,
         )
         pipe = self._process.stdout or self._process.stderr
         assert pipe is not None
         self._pipe = pipe
+        with contextlib.suppress(OSError):  # more than this user may have; then the pipe is smaller
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._rest = b""
         self._is_open = True
 
@@ -119,13 +120,13 @@ def environment(env: Mapping[str, str], **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, env: Mapping[str, str], api_key: str, *, is_hurried: Callable[[], bool]
+    folder: Path, env: Mapping[str, str], api_key: str, log: Path, *, is_hurried: Callable[[], bool]
 ) -> Iterator[Program]:
     """The embedded server on a free port, with a database in `folder`. It need not be ready yet."""
     arguments = ["dev-server", "--port", "0", "--db", str(folder / "jobs.db")]
-    with (folder / "server.log").open("wb") as log:
+    with log.open("wb") as errors:
         server = Program(
-            "server", arguments, environment(env, SPOOLED_DEV_API_KEY=api_key), stdout=subprocess.PIPE, stderr=log
+            arguments, environment(env, SPOOLED_DEV_API_KEY=api_key), stdout=subprocess.PIPE, stderr=errors
         )
     try:
         yield server
@@ -143,6 +144,7 @@ def running_supervisor(folder: Path, env: Mapping[str, str], api_key: str, url: 
         *("--procs", str(procs)),
         *("--prefetch", "1"),  # the next tile is here before a child is idle
         *("--poll-interval", "0.25"),
+        *("--child-nice", "0"),  # somebody is waiting for the picture
         *("--abort-grace", "0.5"),  # between telling the endless tile to stop and killing it
         *("--shutdown-timeout", "1"),
         *("--state-dir", str(folder / "state")),
@@ -150,7 +152,6 @@ def running_supervisor(folder: Path, env: Mapping[str, str], api_key: str, url: 
         *("--log-format", "json", "--log-level", "debug"),
     ]
     supervisor = Program(
-        "supervisor",
         arguments,
         environment(env, SPOOLED_API_KEY=api_key),
         stdout=subprocess.DEVNULL,

@@ -6,7 +6,7 @@ the summary. No I/O and no clock: whoever feeds it says what time it is, in seco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -55,14 +55,17 @@ class Progress:
     notes: list[Note] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # by tile number: how its last failed run ended
+    killed: list[str] = field(default_factory=list)  # which tile and why, for each run that ended so
+    crashed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    retried: list[Tile] = field(default_factory=list)
     done: int = 0
-    killed: int = 0
-    crashed: int = 0
-    failed: int = 0
-    retried: int = 0
     started_s: float | None = None  # the first tile
     ended_s: float | None = None  # the last tile
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # of the runs that drew the tiles
+    run_s: float = 0.0  # the same by the wall clock
+    _was_killed: set[int] = field(default_factory=set)  # tiles whose present run was
+    _causes: dict[int, str] = field(default_factory=dict)  # by slot: how its last child ended
 
     def __post_init__(self) -> None:
         self.states = {tile.number: TileState.WAITING for tile in self.tiles}
@@ -87,8 +90,13 @@ class Progress:
         """From the first tile's start to the last one's arrival."""
         return (self.ended_s or 0.0) - (self.started_s or 0.0)
 
-    def count(self, *states: TileState) -> int:
-        return sum(state in states for state in self.states.values())
+    @property
+    def waited_share(self) -> float:
+        """How much of their time tiles waited for a CPU, 0 to 1."""
+        return max(0.0, 1 - self.cpu_s / self.run_s) if self.run_s else 0.0
+
+    def count(self, state: TileState) -> int:
+        return sum(each is state for each in self.states.values())
 
     def arrived(self, tile: Tile, cpu_s: float, at_s: float) -> None:
         """Its pixels are here; `cpu_s` is what it says that it took."""
@@ -99,7 +107,7 @@ class Progress:
         self.cpu_s += cpu_s
         self.ended_s = at_s
         if tile.number in self.errors:
-            self._note(at_s, f"tile {tile.number} is drawn, after another run", is_bad=False)
+            self._note(at_s, f"tile {tile.number} is drawn, by another run", is_bad=False)
 
     def lose(self, tile: Tile) -> None:
         """There will be no other run."""
@@ -107,84 +115,78 @@ class Progress:
 
     def observe(self, record: Mapping[str, Any], at_s: float) -> None:
         """One event of the supervisor; those that do not concern us are passed over."""
-        match record:
-            case {"event": "child_ready", "slot": int(slot)} if self._knows(slot):
-                self.children[slot].is_ready = True
-            case {"event": "child_exited", "slot": int(slot)} if self._knows(slot):
-                self.children[slot] = Child(slot)
-            case {"event": "job_started", "job_id": str(job_id), "slot": int(slot)} if self._knows(slot):
-                self._start(self.by_job.get(job_id), self.children[slot], at_s)
-            case {"event": "job_progressed", "slot": int(slot), "percent": int() | float() as percent}:
-                if self._knows(slot):
-                    self.children[slot].percent = percent
-            case {"event": "job_aborting", "job_id": str(job_id), "reason": "timeout"}:
-                self._overrun(self.by_job.get(job_id), at_s)
-            case {"event": "child_killed", "reason": "timeout"}:
-                self.killed += 1
-            case {"event": "job_completed", "slot": int(slot)} if self._knows(slot):
-                self._leave(slot)
-            case {"event": "job_failed", "job_id": str(job_id)}:
-                self._fail(self.by_job.get(job_id), record, at_s)
-            case {"event": "outcome_settled", "job_id": str(job_id), "status": "completed"}:
-                self.finished.append(job_id)
+        slot = record.get("slot")
+        child = self.children[slot] if isinstance(slot, int) and 0 <= slot < self.procs else None
+        tile = self.by_job.get(str(record.get("job_id")))
+        match record.get("event"):
+            case "child_ready" if child:
+                child.is_ready = True
+            case "child_exited" if child:
+                self.children[child.slot] = Child(child.slot)
+                self._causes[child.slot] = str(record.get("cause"))
+            case "job_started" if child and tile:
+                self._start(tile, child, at_s)
+            case "job_progressed" if child:
+                child.percent = float(record.get("percent") or 0.0)
+            case "job_aborting" if tile and record.get("reason") == "timeout":
+                self._overrun(tile, at_s)
+            case "child_killed" if tile and record.get("reason") == "timeout":
+                self._was_killed.add(tile.number)
+            case "job_completed":
+                self.run_s += float(record.get("duration_s") or 0.0)
+                _leave(child)
+            case "job_failed" if tile:
+                _leave(child)
+                self._fail(tile, record, at_s)
+            case "outcome_settled" if tile and record.get("status") == "completed":
+                self.finished.append(str(record["job_id"]))
 
-    def _knows(self, slot: int) -> bool:
-        return 0 <= slot < len(self.children)
-
-    def _start(self, tile: Tile | None, child: Child, at_s: float) -> None:
-        if tile is None or self.states[tile.number] is TileState.DONE:
-            return
+    def _start(self, tile: Tile, child: Child, at_s: float) -> None:
+        if self.states[tile.number] is TileState.DONE:
+            return  # it was fetched before we read of its start
         child.is_ready, child.tile, child.percent, child.since_s = True, tile, 0.0, at_s
         self.states[tile.number] = TileState.RUNNING
         if self.started_s is None:
             self.started_s = at_s
         if tile.number in self.errors:
-            self.retried += 1
+            self.retried.append(tile)
 
-    def _overrun(self, tile: Tile | None, at_s: float) -> None:
-        if tile is None or self.states[tile.number] is not TileState.RUNNING:
-            return
-        self.states[tile.number] = TileState.OVERDUE
-        text = f"tile {tile.number} loops for ever: over its limit of {self.limit_s:g} s and does not listen"
-        self._note(at_s, text, is_bad=True)
+    def _overrun(self, tile: Tile, at_s: float) -> None:
+        if self.states[tile.number] is TileState.RUNNING:
+            self.states[tile.number] = TileState.OVERDUE
+            text = f"tile {tile.number} loops for ever; its limit of {self.limit_s:g} s is over"
+            self._note(at_s, text, is_bad=True)
 
-    def _leave(self, slot: int) -> None:
-        self.children[slot].tile = None
-        self.children[slot].percent = 0.0
-
-    def _fail(self, tile: Tile | None, record: Mapping[str, Any], at_s: float) -> None:
-        if tile is None:
-            return
-        slot, kind = record.get("slot"), record.get("kind")
-        if isinstance(slot, int) and self._knows(slot):
-            self._leave(slot)
-        error = _first_line(str(record.get("error", "")))
-        next_step = "it will be run again" if record.get("will_retry") else "there is no further try"
-        if kind == "released":  # cut short, because the supervisor stops
+    def _fail(self, tile: Tile, record: Mapping[str, Any], at_s: float) -> None:
+        """A run that did not end well; what follows is the server's decision, which the supervisor foresees."""
+        kind = record.get("kind")
+        if kind == "released":  # given back, because the supervisor stops
             self.states[tile.number] = TileState.WAITING
             return
-        self.errors[tile.number] = error
-        if kind == "timed_out":
+        error = str(record.get("error")).strip().partition("\n")[0]
+        if kind == "crashed":
+            error = self._causes.get(record.get("slot", -1), error)
+            self.crashed.append(f"tile {tile.number}, {error}")
+            what = f"crashed: {error}"
+        elif kind == "timed_out" and tile.number in self._was_killed:
             ran_s = record.get("duration_s") or self.limit_s
-            self._note(at_s, f"tile {tile.number} was killed after {ran_s:.1f} s; {next_step}", is_bad=True)
-        elif kind == "crashed":
-            self.crashed += 1
-            self._note(at_s, f"tile {tile.number} crashed: {error}; {next_step}", is_bad=True)
+            self.killed.append(
+                f"tile {tile.number}, which held a child for {ran_s:.1f} s; its limit is {self.limit_s:g} s"
+            )
+            what = f"was killed after {ran_s:.1f} s"
         else:
-            self.failed += 1
-            self._note(at_s, f"tile {tile.number} failed: {error}; {next_step}", is_bad=True)
-        self.states[tile.number] = TileState.WAITING if record.get("will_retry") else TileState.LOST
+            self.failed.append(f"tile {tile.number}, {error}")
+            what = f"failed: {error}"
+        self._was_killed.discard(tile.number)
+        self.errors[tile.number] = error
+        will_retry = bool(record.get("will_retry"))
+        self.states[tile.number] = TileState.WAITING if will_retry else TileState.LOST
+        self._note(at_s, f"tile {tile.number} {what}; {'runs again' if will_retry else 'given up'}", is_bad=True)
 
     def _note(self, at_s: float, text: str, *, is_bad: bool) -> None:
         self.notes.append(Note(at_s, text, is_bad))
 
 
-def mishaps(progress: Progress) -> Iterable[str]:
-    """One line for each tile that had a run fail, for the summary."""
-    for number, error in sorted(progress.errors.items()):
-        end = "then drawn" if progress.states[number] is TileState.DONE else "never drawn"
-        yield f"tile {number}: {error}; {end}"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+def _leave(child: Child | None) -> None:
+    if child is not None:
+        child.tile, child.percent = None, 0.0

@@ -12,6 +12,7 @@ left, was there a traceback in its log. What is tested is the caller's business.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -24,8 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 APPS = Path(__file__).resolve().with_name("apps")
@@ -108,15 +107,21 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._read = 0  # bytes that are in `_entries`
+        self._entries: list[dict[str, Any]] = []
 
     def entries(self, what: str | None = None, **fields: Any) -> list[dict[str, Any]]:
         """The lines so far with these values, in order. A line that is being written is not seen yet."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().split(b"\n")[:-1]
-        found = [json.loads(line) for line in lines]
+        self._read_on()
         wanted = fields if what is None else fields | {"what": what}
-        return [entry for entry in found if all(entry.get(key) == value for key, value in wanted.items())]
+        return [entry for entry in self._entries if all(entry.get(key) == value for key, value in wanted.items())]
+
+    def _read_on(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._read)
+            whole, end, _ = file.read().rpartition(b"\n")
+            self._read += len(whole + end)
+            self._entries += [json.loads(line) for line in whole.splitlines()]
 
     def wait_for(
         self, what: str, count: int = 1, *, timeout_s: float = PATIENCE_S, **fields: Any
@@ -268,27 +273,31 @@ class Daemon:
     def http_port(self) -> int:
         return int(self.wait_for_event("endpoints_listening")["port"])
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path: str) -> tuple[int, str]:
         """One request on a connection of its own."""
-        return httpx.get(f"http://127.0.0.1:{self.http_port}{path}", timeout=10.0, trust_env=False, verify=False)
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=10.0)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and document of /health."""
-        response = self.get("/health")
-        return response.status_code, response.json()
+        status, text = self.get("/health")
+        return status, json.loads(text)
 
     def readyz(self) -> tuple[int, dict[str, Any]]:
         """Status and document of /readyz."""
-        response = self.get("/readyz")
-        return response.status_code, response.json()
+        status, text = self.get("/readyz")
+        return status, json.loads(text)
 
     def status(self) -> dict[str, Any]:
         """/status.json"""
-        return dict(self.get("/status.json").json())
+        return dict(json.loads(self.get("/status.json")[1]))
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, by name with labels as they stand there."""
-        lines = [line for line in self.get("/metrics").text.splitlines() if line and not line.startswith("#")]
+        lines = [line for line in self.get("/metrics")[1].splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def children(self) -> list[int]:

@@ -13,12 +13,13 @@ from typing import Any
 from spooled_supervisor import JobContext
 
 _runs = 0
+_dumps, _monotonic = json.dumps, time.monotonic  # kept, as some handlers break these modules
 
 
 def note(what: str, **fields: Any) -> None:
     """One line."""
     if path := os.environ.get("LEDGER"):
-        line = json.dumps({"at": time.monotonic(), "what": what, "pid": os.getpid(), **fields})
+        line = _dumps({"at": _monotonic(), "what": what, "pid": os.getpid(), **fields})
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, line.encode() + b"\n")
@@ -32,7 +33,8 @@ class Run:
     def __init__(self, ctx: JobContext) -> None:
         global _runs
         _runs += 1
-        self._fields = {"job": ctx.job_id, "run": os.getpid() * 100000 + _runs, "retry_count": ctx.retry_count}
+        self.id = os.getpid() * 100_000 + _runs
+        self._fields = {"job": ctx.job_id, "run": self.id, "retry_count": ctx.retry_count}
         self._ticked_at = 0.0
         self.note("start")
 
@@ -41,8 +43,8 @@ class Run:
 
     def tick(self) -> None:
         """At most every 50 ms."""
-        if time.monotonic() - self._ticked_at > 0.05:
-            self._ticked_at = time.monotonic()
+        if _monotonic() - self._ticked_at > 0.05:
+            self._ticked_at = _monotonic()
             self.note("tick")
 
     def end(self) -> None:

@@ -1,0 +1,31 @@
+"""All scenarios, in the order of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.bench import efficiency, kill, latency, life, memory, noop
+from tests.bench.scenario import Scenario
+
+ALL: tuple[Scenario, ...] = (
+    *noop.SCENARIOS,
+    *efficiency.SCENARIOS,
+    *latency.SCENARIOS,
+    *kill.SCENARIOS,
+    *memory.SCENARIOS,
+    *life.SCENARIOS,
+)
+
+
+def chosen(beginnings: Sequence[str], *, is_quick: bool = False) -> tuple[Scenario, ...]:
+    """Those whose names begin with one of these; without any all, or one of each kind if it has to be quick.
+
+    Raises ValueError for a beginning that fits nothing.
+    """
+    for beginning in beginnings:
+        if not any(scenario.name.startswith(beginning) for scenario in ALL):
+            known = ", ".join(scenario.name for scenario in ALL)
+            raise ValueError(f"no scenario begins with {beginning!r}; there are: {known}")
+    if beginnings:
+        return tuple(scenario for scenario in ALL if scenario.name.startswith(tuple(beginnings)))
+    return tuple(scenario for scenario in ALL if scenario.is_typical or not is_quick)

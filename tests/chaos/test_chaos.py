@@ -1,0 +1,78 @@
+"""Everything goes wrong at once, and afterwards nothing is lost, nothing was done twice, nothing is left.
+
+    CHAOS_SEED=4711 pytest tests/chaos        # one schedule again
+    CHAOS_SECONDS=600 pytest tests/chaos      # longer ones
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import verdict
+from tests.chaos.schedule import make_schedule
+from tests.chaos.stage import PROCS, stage
+from tests.support.daemon import processes_of, wait_until
+
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "12"))
+SEEDS = (
+    [int(os.environ["CHAOS_SEED"])]
+    if "CHAOS_SEED" in os.environ
+    else [random.SystemRandom().randrange(1 << 30) for _ in range(3)]
+)
+TAIL_S = 90.0
+
+
+@pytest.mark.timeout(SECONDS * 2 + 2 * TAIL_S)
+@pytest.mark.parametrize("number", range(len(SEEDS)))
+def test_nothing_is_lost_and_nothing_runs_twice(number: int, tmp_path: Path) -> None:
+    seed = SEEDS[number]
+    schedule = make_schedule(seed, SECONDS)
+    print(f"\nCHAOS_SEED={seed} CHAOS_SECONDS={SECONDS:g} repeats this schedule:")
+    print("\n".join(map(str, schedule)))
+    wall_of_zero = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    with stage(tmp_path) as play:
+        began_at = time.monotonic()
+        for blow in schedule:
+            while (left := began_at + blow.at_s - time.monotonic()) > 0:
+                play.keep_running()
+                time.sleep(min(left, 0.02))
+            play.keep_running()
+            getattr(play, blow.what)(*blow.args)
+        play.calm_down()
+        play.wait_until_all_is_over(TAIL_S)
+
+        # Every slot works again.
+        wait_until(lambda: play.keep_running() or play.daemon.events("supervisor_started"), "the daemon runs")
+        mark = play.daemon.mark()
+        probes = [play.make_job("probe") for _ in range(8 * PROCS)]
+        play.wait_until_all_is_over(TAIL_S)
+        slots = {event["slot"] for event in play.daemon.events("job_started", after=mark)}
+        assert slots == set(range(PROCS)), play.daemon.tail()
+
+        # It ends well, and nothing of it is left.
+        assert play.daemon.is_running, play.daemon.tail()
+        play.daemon.signal(signal.SIGTERM)
+        assert play.daemon.wait() == 0, play.daemon.tail()
+        wait_until(lambda: not processes_of(play.state_dir), "no process is left")
+        for daemon in play.daemons:
+            daemon.wait()
+            daemon.assert_no_traceback()
+
+        lines = verdict.read_ledger(play.ledger)
+        jobs, histories = verdict.ask_server(play.server.client, list(play.kinds))
+        refused = [job_id for job_id, job in jobs.items() if (job["last_error"] or "").startswith(verdict.REFUSED)]
+        runs = sum(line["what"] == "start" for line in lines)
+        print(f"{len(jobs)} jobs, {runs} executions, {len(play.daemons)} daemons, {len(refused)} refused")
+        assert not verdict.overlaps(lines)
+        assert not verdict.unfit_ends(play.kinds, jobs)
+        assert not verdict.doubled_outcomes(histories)
+        assert not verdict.successes_without_a_run(play.kinds, jobs, lines)
+        assert not verdict.runs_after_success(jobs, lines, wall_of_zero)
+        assert all(jobs[job_id]["status"] == "completed" for job_id in probes)
+        assert not [line for line in lines if line["what"] == "slot" and (line["left"] or line["cwd"] == "/")]

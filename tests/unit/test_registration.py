@@ -1,0 +1,263 @@
+"""Our row in the service's list of workers: made, kept alive, taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from spooled_supervisor import registration
+from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.values import HeartbeatAnswer
+from spooled_supervisor.api.values import Registration as Registered
+from spooled_supervisor.config import WorkerConfig
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
+from spooled_supervisor.events import Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
+from spooled_supervisor.registration import INTERVAL_S, RETRY_CAP_S, Registration, Vitals
+from spooled_supervisor.troubles import Troubles
+from tests.support.clock import FakeClock, fake_time, run_in_fake_time
+from tests.support.fakes import FakeApi, Recorded
+
+DOWN = ApiUnavailable("connection refused")
+FULL = ApiRefused(429, "QUOTA_EXCEEDED", "your plan has 3 workers")
+KEY_REVOKED = CredentialsRefused(401, "UNAUTHORIZED", "revoked")
+KNOWN = HeartbeatAnswer(known=True)
+
+
+class Worker:
+    """A registration, and what it is told and tells."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.api = FakeApi(clock)
+        self.api.script("register", Registered("worker-1", 10.0))
+        self.api.script("heartbeat", KNOWN)
+        self.api.script("deregister", None)
+        self.vitals = Vitals("healthy", 2, 50.0, 25.0, {"host_cpu": 70.0})
+        self.commands: list[str] = []
+        self.refusals: list[CredentialsRefused] = []
+        events = Events()
+        self.recorded = Recorded(events)
+        self.troubles = Troubles(events)
+        self.registration = Registration(
+            cast(RestApi, self.api),
+            WorkerConfig(None, "host-1", "python", "1.2.3", {"team": "a"}),
+            worker_id="worker-1",
+            queue_names=("emails", "images"),
+            max_concurrency=8,
+            events=events,
+            troubles=self.troubles,
+            vitals=lambda: self.vitals,
+            on_command=self.commands.append,
+            on_refused=self.refusals.append,
+        )
+
+    def run(self, seconds: float, *story: tuple[float, Callable[[], object]]) -> None:
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            for delay, happens in story:
+                loop.call_later(delay, happens)
+            task = loop.create_task(self.registration.run())
+            await asyncio.sleep(seconds)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self.begun = self.clock()
+        run_in_fake_time(self.clock, main())
+
+    def at(self, operation: str) -> list[float]:
+        return [call.at - self.begun for call in self.api.of(operation)]
+
+    def deregister(self) -> bool:
+        return run_in_fake_time(self.clock, self.registration.deregister(3.0))
+
+
+def gaps(times: list[float]) -> list[float]:
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    return Worker(fake_time(monkeypatch, registration))
+
+
+# --- register ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_registers_once_and_then_beats(worker: Worker) -> None:
+    worker.run(35.0)
+    (call,) = worker.api.of("register")
+    assert call.kwargs == {
+        "queue_names": ("emails", "images"),
+        "hostname": "host-1",
+        "worker_type": "python",
+        "version": "1.2.3",
+        "max_concurrency": 8,
+        "metadata": {"team": "a"},
+        "timeout_s": registration.TIMEOUT_S,
+    }
+    assert worker.at("register")[0] <= 0.1
+    assert worker.registration.is_registered
+    assert worker.recorded.of(WorkerRegistered) == [WorkerRegistered("worker-1", "emails", 10.0)]
+    assert 3 <= len(worker.at("heartbeat")) <= 5
+    assert worker.at("heartbeat")[0] == pytest.approx(worker.at("register")[0])
+    assert all(9.5 - 1e-6 <= gap <= 10.5 + 1e-6 for gap in gaps(worker.at("heartbeat")))
+
+
+def test_a_fleet_that_starts_together_does_not_register_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = set()
+    for _ in range(10):
+        with monkeypatch.context() as patch:
+            worker = Worker(fake_time(patch, registration))
+            worker.run(1.0)
+            first.add(round(worker.at("register")[0], 6))
+    assert len(first) > 5
+
+
+@pytest.mark.parametrize("error", [DOWN, FULL, KEY_REVOKED])
+def test_a_worker_that_cannot_register_goes_on_asking_slowly(worker: Worker, error: Exception) -> None:
+    worker.api.script("register", error)
+    worker.run(600.0)
+    assert worker.api.of("heartbeat") == []
+    assert 10 <= len(worker.at("register")) <= 30
+    assert gaps(worker.at("register"))[0] <= 1.0 + 1e-6
+    assert max(gaps(worker.at("register"))) <= RETRY_CAP_S + 1e-6
+    assert not worker.registration.is_registered
+    assert worker.recorded.names == ["api_troubled"]
+    assert (worker.refusals != []) is (error is KEY_REVOKED)
+
+
+def test_a_place_that_becomes_free_is_taken(worker: Worker) -> None:
+    worker.api.script("register", FULL, FULL, Registered("worker-1", 10.0))
+    worker.run(30.0)
+    assert worker.registration.is_registered
+    assert worker.recorded.names[:3] == ["api_troubled", "api_recovered", "worker_registered"]
+
+
+def test_a_hint_is_obeyed_up_to_a_minute(worker: Worker) -> None:
+    worker.api.script(
+        "register",
+        ApiUnavailable("503", retry_after_s=20.0),
+        ApiUnavailable("503", retry_after_s=5000.0),
+        Registered("worker-1", 10.0),
+    )
+    worker.run(120.0)
+    assert gaps(worker.at("register")) == pytest.approx([20.0, RETRY_CAP_S])
+
+
+# --- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_says_how_we_are(worker: Worker) -> None:
+    worker.run(1.0)
+    (call,) = worker.api.of("heartbeat")
+    assert call.kwargs == {
+        "status": "healthy",
+        "current_jobs": 2,
+        "cpu_percent": 50.0,
+        "memory_percent": 25.0,
+        "metadata": {"team": "a", "host_cpu": 70.0},
+        "timeout_s": registration.TIMEOUT_S,
+    }
+    assert worker.recorded.of(HeartbeatSent) == [HeartbeatSent("healthy", 2, 50.0, 25.0)]
+    assert worker.registration.last_beat_at == call.at
+
+
+def test_a_changed_status_is_told_at_once(worker: Worker) -> None:
+    worker.run(6.0, (5.0, worker.registration.beat_now))
+    assert worker.at("heartbeat")[1] == pytest.approx(5.0)
+
+
+def test_before_it_is_registered_there_is_nobody_to_tell(worker: Worker) -> None:
+    worker.api.script("register", DOWN)
+    worker.run(0.5, *[(0.1 * n, worker.registration.beat_now) for n in range(2, 5)])
+    assert len(worker.at("register")) == 1
+
+
+@pytest.mark.parametrize(("wanted_s", "got_s"), [(20.0, 20.0), (0.01, 1.0), (0.0, 1.0), (-5.0, 1.0), (3600.0, 60.0)])
+@pytest.mark.parametrize("said_by", ["register", "heartbeat"])
+def test_the_services_interval_is_taken_within_bounds(
+    worker: Worker, said_by: str, wanted_s: float, got_s: float
+) -> None:
+    if said_by == "register":
+        worker.api.script("register", Registered("worker-1", wanted_s))
+    else:
+        worker.api.script("heartbeat", HeartbeatAnswer(True, next_heartbeat_s=wanted_s), KNOWN)
+    worker.run(3.5 * got_s)
+    assert all(0.95 * got_s - 1e-6 <= gap <= 1.05 * got_s + 1e-6 for gap in gaps(worker.at("heartbeat")))
+    assert len(worker.at("heartbeat")) >= 3
+
+
+def test_a_worker_that_was_forgotten_registers_again_with_the_same_id(worker: Worker) -> None:
+    worker.api.script("heartbeat", KNOWN, HeartbeatAnswer(known=False), KNOWN)
+    worker.run(40.0)
+    assert len(worker.at("register")) == 2
+    assert worker.at("register")[1] - worker.at("heartbeat")[1] <= 1.5 + 1e-6
+    assert len(worker.recorded.of(WorkerRegistered)) == 2
+    assert len(worker.recorded.of(HeartbeatSent)) == len(worker.at("heartbeat")) - 1
+
+
+def test_a_service_that_always_forgets_is_not_flooded(worker: Worker) -> None:
+    worker.api.script("heartbeat", HeartbeatAnswer(known=False))
+    worker.run(60.0)
+    assert len(worker.api.calls) <= 260
+
+
+def test_heartbeats_that_fail_are_tried_again_within_the_interval(worker: Worker) -> None:
+    worker.api.script("heartbeat", DOWN)
+    worker.run(120.0)
+    assert max(gaps(worker.at("heartbeat"))) <= INTERVAL_S + 1e-6
+    assert worker.registration.is_registered
+    assert worker.registration.last_beat_at is None
+    assert worker.troubles.reasons == ["heartbeat: connection refused"]
+
+
+def test_a_refused_key_is_told_with_every_heartbeat(worker: Worker) -> None:
+    worker.api.script("heartbeat", KEY_REVOKED, KNOWN)
+    worker.run(15.0)
+    assert worker.refusals == [KEY_REVOKED]
+
+
+@pytest.mark.parametrize(
+    ("answer", "commands"),
+    [
+        (HeartbeatAnswer(True), []),
+        (HeartbeatAnswer(True, commands=("pause", "dance")), ["pause", "dance"]),
+        (HeartbeatAnswer(True, should_drain=True), ["drain"]),
+        (HeartbeatAnswer(False, commands=("stop",), should_drain=True), []),
+    ],
+)
+def test_commands_are_handed_on_as_they_came(worker: Worker, answer: HeartbeatAnswer, commands: list[str]) -> None:
+    worker.api.script("heartbeat", answer, KNOWN)
+    worker.run(0.9)
+    assert worker.commands == commands
+
+
+# --- deregister -------------------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_is_taken_off_the_list_once(worker: Worker) -> None:
+    worker.run(1.0)
+    assert worker.deregister()
+    assert worker.deregister()
+    (call,) = worker.api.of("deregister")
+    assert call.kwargs == {"timeout_s": 3.0}
+    assert worker.recorded.of(WorkerDeregistered) == [WorkerDeregistered("worker-1")]
+    assert not worker.registration.is_registered
+
+
+def test_who_was_never_registered_has_nothing_to_leave(worker: Worker) -> None:
+    assert worker.deregister()
+    assert worker.api.calls == []
+
+
+@pytest.mark.parametrize("error", [DOWN, FULL, KEY_REVOKED])
+def test_a_leave_that_fails_is_told_and_raises_nothing(worker: Worker, error: Any) -> None:
+    worker.run(1.0)
+    worker.api.script("deregister", error)
+    assert not worker.deregister()
+    assert worker.registration.is_registered
+    assert worker.recorded.names[-1] == "api_troubled"
