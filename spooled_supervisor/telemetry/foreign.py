@@ -274,11 +274,13 @@ def _are_valid(labels: Mapping[str, str], shown: _Shown) -> bool:
 
 
 def _are_possible(values: list[float], kind: Kind, bounds: int) -> bool:
-    """Whether the numbers make sense: additions are finite and not negative, and a histogram's buckets do not shrink
-    as they widen; a gauge may be anything."""
+    """Whether the numbers make sense: additions are finite and not negative, counts are whole, and a histogram's
+    buckets do not shrink as they widen. A gauge may be anything."""
     if kind not in SUMMED:
         return values[0] in _POSSIBLE.get(kind, values)
     if not all(0.0 <= value < math.inf for value in values):
+        return False
+    if kind != "counter" and not all(map(float.is_integer, values[:-1])):  # the last one is the sum
         return False
     return not bounds or all(low <= high for low, high in pairwise(values[: bounds + 1]))
 
