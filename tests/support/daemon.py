@@ -383,7 +383,9 @@ def command_line(app: str, *, url: str, procs: int, state_dir: Path, options: Se
     return [*line, "--log-format", "json", "--poll-interval", "0.1", *options]
 
 
-def environment(api_key: str | None, ledger: Path | None = None, env: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(
+    api_key: str | None, ledger: Path | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """What the daemon gets to see of ours: nothing that is named after it, or after systemd."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("SPOOLED_", "XDG_", "NOTIFY_"))}
     ours["PYTHONPATH"] = str(REPOSITORY)

@@ -141,13 +141,11 @@ def test_tries_come_slower_and_slower_until_the_lease_ends_and_then_the_outcome_
 
 
 def test_a_renewal_in_between_gives_more_time(desk: Desk) -> None:
-    desk.api.script("complete", *[DOWN] * 12, TAKEN)
-
     def down(*_: Any, **__: Any) -> None:
         desk.lease.count_from(desk.clock())
         raise DOWN
 
-    desk.api.script("complete", *[down] * 15, TAKEN)
+    desk.api.script("complete", *[down] * 20, TAKEN)
     begun = desk.clock()
     assert desk.settle(RESULT)
     assert desk.clock() - begun > 31.0

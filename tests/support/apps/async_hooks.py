@@ -6,9 +6,8 @@ import asyncio
 import os
 from typing import Any
 
-from tests.support.apps.ledger import note
-
 from spooled_supervisor import App, JobContext
+from tests.support.apps.ledger import note
 
 app = App()
 loops: dict[str, int] = {}

@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.apps.ledger import Run, note
-
 from spooled_supervisor import App, JobContext
+from tests.support.apps.ledger import Run, note
 
 BOOT_DIR = Path(os.environ["BOOT_DIR"])
 app = App()

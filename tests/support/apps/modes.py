@@ -31,9 +31,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tests.support.apps.ledger import Run, note
-
 from spooled_supervisor import App, JobAborted, JobContext, NonRetryableError
+from tests.support.apps.ledger import Run, note
 
 PREFIX = os.environ.get("QUEUE_PREFIX", "")
 RANDOM_AT_IMPORT = random.random()
@@ -446,7 +445,9 @@ def lock_signals(ctx: JobContext, run: Run) -> Any:
 
 
 def masks(status: str) -> dict[str, str]:
-    return {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))}
+    return {
+        line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))
+    }
 
 
 @mode
@@ -889,4 +890,3 @@ async def async_cooperative(ctx: JobContext, run: Run) -> Any:
     while not ctx.signal.aborted:
         await asyncio.sleep(0.01)
     return {"reason": ctx.signal.reason}
-
