@@ -123,6 +123,7 @@ class Child:
         self.raise_later = False  # ... or will be, when the call into us is over
         self._task: asyncio.Task[Any] | None = None
         self._abort_waits = False  # the abort signal came while no job was running
+        self._is_taking = False  # the job pipe is being read for aborts
         self._leaving = False
         self._log_budget = float(LOG_BURST)
         self._log_filled_at = time.monotonic()
@@ -310,10 +311,17 @@ class Child:
     def _take_aborts(self) -> None:
         """Read what the pipe has and set the signal if it tells this run to stop. The job pipe is never empty of
         meaning while a job runs: only Abort and Leave can follow it, as at most one job is given at a time."""
+        self._abort_waits = True
+        if self._is_taking:  # interrupted by another signal: the loop below goes round once more
+            return
+        self._is_taking = True
         poll = select.poll()
         poll.register(self._birth.jobs_fd, select.POLLIN)
-        if poll.poll(0):
-            self._read_pipe()
+        while self._abort_waits:
+            self._abort_waits = False
+            if poll.poll(0):
+                self._read_pipe()
+        self._is_taking = False
         for frame in self._inbox:
             if isinstance(frame, frames.Abort) and frame.run == self._run:
                 self._signal.abort(frame.reason)
@@ -343,7 +351,7 @@ class Child:
     # --- one job -------------------------------------------------------------------------------------------------
 
     def _run_job(self, job: frames.RunJob) -> None:
-        self._signal, self._raised, self.raise_later = AbortSignal(), False, False
+        self._signal, self._raised, self.raise_later = AbortSignal(self._raise_if_due), False, False
         handler = self._app.handlers.get(job.queue_name)
         self._on_abort = handler.on_abort if handler else "signal"
         self._set_title(f"running {job.queue_name}")

@@ -192,6 +192,18 @@ def examine(
     return _Draft(sources, env, problems).config(is_tty), problems
 
 
+def of_values(values: Mapping[str, Any], *, api_key: str) -> Config:
+    """The configuration that a program asks for: values by key as in the file, and nothing from anywhere else.
+
+    Raises ConfigError with every problem, each beginning with the option's key.
+    """
+    problems = Problems(api_key)
+    settings = {key: Setting(value, key) for key, value in values.items()}
+    config = _Draft(_Sources(settings, {}, None), {"SPOOLED_API_KEY": api_key}, problems).config(False)
+    problems.raise_if_any()
+    return config
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="spooled-supervisor", usage="%(prog)s [run] [options]")
     parser.add_argument("--version", action="version", version=f"spooled-supervisor {__version__}")

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from spooled_supervisor import child, frames
+from spooled_supervisor import child, exits, frames
 from spooled_supervisor import events as ev
 from spooled_supervisor.errors import AppError, ProtocolError, SupervisorError
 from spooled_supervisor.events import Events
@@ -82,6 +82,10 @@ class ForkServerGone(SupervisorError):
     """The fork server ended; what was asked of it will not be answered."""
 
 
+class NoCopyLeft(SupervisorError):
+    """All copies of the program are dead: nothing can be forked any more."""
+
+
 class ForkRefused(SupervisorError):
     """It could not fork: the machine has no room for another process now."""
 
@@ -100,6 +104,49 @@ class NewBorn:
     stack_fd: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A process that waits for the order to preload: a child of ours, our end of its socket, what it prints."""
+
+    pid: int
+    control: socket.socket
+    output_fd: int
+    on_reaped: Callable[[], None] = lambda: None
+
+
+Spawn = Callable[[Mapping[str, str]], Spawned]
+"""Makes such a process with this environment. Raises OSError, or NoCopyLeft where there never will be another one."""
+
+
+def spawn_interpreter(env: Mapping[str, str]) -> Spawned:
+    """Exec a fresh interpreter. Raises OSError if there is no room for it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output_fd, output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(output, True)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(child.PACKAGE_DIR[:-1])],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        os.close(output_fd)
+        raise
+    finally:
+        theirs.close()
+        os.close(output)
+
+    def on_reaped() -> None:
+        process.returncode = 0  # taken by us, with more than subprocess would tell: it must not wait for it again
+
+    return Spawned(process.pid, ours, output_fd, on_reaped)
+
+
 class ForkServer:
     """One generation of the fork server, as the supervisor sees it. Used from the loop's thread only."""
 
@@ -107,7 +154,7 @@ class ForkServer:
         self.generation = generation
         self.pid = 0
         self.output_fd = -1
-        self._process: subprocess.Popen[bytes] | None = None
+        self._on_reaped: Callable[[], None] = lambda: None
         self._pidfd = -1
         self._control: socket.socket | None = None
         self._decoder = frames.decoder_of_fork_server()
@@ -116,34 +163,20 @@ class ForkServer:
         self._preloaded: asyncio.Future[frames.Preloaded] | None = None
         self.exited: asyncio.Future[str] | None = None
 
-    def start(self, settings: frames.Preload, env: Mapping[str, str]) -> None:
-        """Exec a fresh interpreter and ask it to import the app. Raises OSError if there is no room for it."""
+    def start(self, settings: frames.Preload, env: Mapping[str, str], spawn: Spawn = spawn_interpreter) -> None:
+        """Have a process and ask it to import the app. Raises OSError, NoCopyLeft."""
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.output_fd, output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(output, True)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(child.PACKAGE_DIR[:-1])],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
-            os.close(output)
-        self.pid = self._process.pid
+        spawned = spawn(env)
+        self.pid, self.output_fd, self._on_reaped = spawned.pid, spawned.output_fd, spawned.on_reaped
+        ours = self._control = spawned.control
         ours.setblocking(False)
-        self._control = ours
         self._preloaded = loop.create_future()
         self.exited = loop.create_future()
         self._pidfd = os.pidfd_open(self.pid)
         loop.add_reader(self._pidfd, self._on_exit)
         loop.add_reader(ours, self._on_readable)
-        send_packet(ours, frames.encode_packet(settings))
+        with contextlib.suppress(BrokenPipeError):  # a copy that has died meanwhile: its exit tells
+            send_packet(ours, frames.encode_packet(settings))
 
     @property
     def open_requests(self) -> int:
@@ -265,7 +298,6 @@ class ForkServer:
             answer.set_exception(ForkRefused(f"fork failed: {error}"))
 
     def _on_exit(self) -> None:
-        assert self._process is not None
         assert self.exited is not None
         assert self._preloaded is not None
         loop = asyncio.get_running_loop()
@@ -275,8 +307,9 @@ class ForkServer:
         while self._control is not None and _is_readable(self._control):  # what it said last
             self._on_readable()
         self.close()
-        code = self._process.wait()
-        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        reaped = exits.reap(self.pid)
+        self._on_reaped()
+        cause = exits.decode(exits.UNKNOWN if reaped is None else reaped.status).words()
         gone = ForkServerGone(f"the fork server {cause}")
         if not self._preloaded.done():
             self._preloaded.set_exception(gone)
@@ -298,13 +331,19 @@ class ForkServerKeeper:
         boot_timeout_s: float,
         events: Events,
         on_ready: Callable[[], None],
+        spawn: Spawn = spawn_interpreter,
+        on_spent: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_spent`: `spawn` has no process left, so there will never be another fork server."""
+        self._spawn = spawn
+        self._on_spent = on_spent
         self._settings = settings
         self._env = env
         self._boot_timeout_s = boot_timeout_s
         self._events = events
         self._on_ready = on_ready
         self._server: ForkServer | None = None
+        self._booting: ForkServer | None = None
         self._output: OutputPipe | None = None
         self._is_ready = False
         self._watch: asyncio.Task[None] | None = None
@@ -342,6 +381,11 @@ class ForkServerKeeper:
     @property
     def pid(self) -> int | None:
         return self._server.pid if self._server is not None and self._server.is_alive else None
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the one that forks and of one that still imports the app."""
+        return [server.pid for server in (self._server, self._booting) if server is not None and server.is_alive]
 
     @property
     def open_requests(self) -> int:
@@ -387,10 +431,10 @@ class ForkServerKeeper:
     async def _start_one(self) -> None:
         """Start the next generation and let it take over once it is ready. Raises AppError, OSError."""
         self.last_generation += 1
-        server = ForkServer(self.last_generation)
+        server = self._booting = ForkServer(self.last_generation)
         started_at = now()
         preload = self._settings(server.generation)
-        server.start(preload, self._env)
+        server.start(preload, self._env, self._spawn)
         output = OutputPipe(server.output_fd, functools.partial(self._on_line, server.generation), lambda _lines: None)
         self._events.emit(ev.ForkServerStarted(server.generation, server.pid))
         try:
@@ -401,7 +445,7 @@ class ForkServerKeeper:
             output.close()
             raise
         self._close_output()
-        self._server, self._output, self._is_ready = server, output, True
+        self._server, self._booting, self._output, self._is_ready = server, None, output, True
         self.generation = server.generation
         self.queue_names = tuple(preloaded.queue_names)
         self._events.emit(
@@ -423,8 +467,9 @@ class ForkServerKeeper:
             raise AppError(f"app {app!r}: {gone} while it was imported\n{output.tail}".rstrip()) from None
 
     async def _keep(self) -> None:
-        """Wait for the end of the current one, start the next; for ever."""
-        while True:
+        """Wait for the end of the current one, start the next; as long as there is one."""
+        is_spent = False
+        while not is_spent:
             server = self._server
             assert server is not None
             assert server.exited is not None
@@ -432,18 +477,22 @@ class ForkServerKeeper:
             if self._server is server:  # else it has retired, and another one has taken over
                 self._is_ready = False
                 self._events.emit(ev.ForkServerExited(server.generation, server.pid, cause))
-                await self._replace(server)
+                is_spent = not await self._replace(server)
+        self._on_spent()
 
-    async def _replace(self, dead: ForkServer) -> None:
-        """Start another one, until that works or somebody else (`reload`) has done it."""
+    async def _replace(self, dead: ForkServer) -> bool:
+        """Start another one, until that works or somebody else (`reload`) has done it; False if that can never be."""
         backoff = Backoff(RESTART_FIRST_S, RESTART_CAP_S)
         while True:
             await asyncio.sleep(backoff.next_delay())
             async with self._starting:
                 if self._server is not dead:
-                    return
+                    return True
                 try:
                     await self._start_one()
+                    return True
+                except NoCopyLeft:
+                    return False
                 except (AppError, OSError) as error:
                     self._events.emit(ev.ForkServerFailed(self.last_generation, str(error)))
 

@@ -39,10 +39,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from spooled_supervisor import child, family, frames, kernel
-from spooled_supervisor.app import App, Handler, queue_name_problem
+from spooled_supervisor.app import App, Handler, OnAbort, queue_name_problem
 from spooled_supervisor.errors import AppError, ProtocolError
 
 CHILD_FDS = 4  # jobs, reports, output, stack
+is_fork_server = False
+"""Whether this process is one, or a child of one: there nobody may start a worker."""
 
 
 @dataclass(slots=True)
@@ -167,13 +169,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("package_parent", nargs="?")
     control = socket.socket(fileno=parser.parse_args(argv).fd)
     control.set_inheritable(False)
+    be_fork_server(control)
+
+
+def be_fork_server(control: socket.socket, app: App | None = None) -> NoReturn:
+    """Wait for the order to preload, then serve. `app` is there already in a process that was forked from a program."""
+    global is_fork_server
+    is_fork_server = True
     status = 0
     try:
         become_fork_server()
         packet, _ = receive_packet(control)
-        settings = frames.decoder_of_requests().decode(packet)
+        settings = frames.decoder_of_requests().decode(packet) if packet else None
         if isinstance(settings, frames.Preload):
-            status = preload_and_serve(control, settings)
+            status = preload_and_serve(control, settings, app)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -192,11 +201,13 @@ def become_fork_server() -> None:
     kernel.set_title("spooled-supervisor: fork server importing")
 
 
-def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
+def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App | None = None) -> int:
     """Import, tell how it went, fork until the supervisor is gone; the exit status."""
     pid, supervisor_pid = os.getpid(), os.getppid()
     try:
-        app = load_app(settings.app, settings.queue_names)
+        if app is None:
+            sys.path.extend(entry for entry in settings.search_path if entry not in sys.path)
+            app = load_app(settings.app, settings.queue_names, "raise" if settings.on_abort == "raise" else "signal")
         for hook in app.preload_hooks:
             hook()
     except BaseException as error:
@@ -225,7 +236,7 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
     return 0
 
 
-def load_app(spec: str, queue_names: Sequence[str]) -> App:
+def load_app(spec: str, queue_names: Sequence[str], on_abort: OnAbort = "signal") -> App:
     """The app that `pkg.module` or `pkg.module:name` names; a plain callable serves the one queue it is given.
 
     Raises AppError for what is not an app, and whatever the import raises.
@@ -250,7 +261,7 @@ def load_app(spec: str, queue_names: Sequence[str]) -> App:
     if len(queue_names) != 1:
         raise AppError(f"app {spec!r} is a plain callable: say with exactly one --queue which queue it serves")
     app = App()
-    app.handlers[queue_names[0]] = Handler(queue_names[0], target)
+    app.handlers[queue_names[0]] = Handler(queue_names[0], target, on_abort)
     return app
 
 

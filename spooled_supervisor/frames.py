@@ -106,7 +106,7 @@ class Progress(_Message, frozen=True, array_like=True, tag=4):
 
 
 class Log(_Message, frozen=True, array_like=True, tag=5):
-    """`ctx.log` or a record of the standard `logging`; `run` 0 is outside of any job. `meta` is JSON text."""
+    """`ctx.log` or a record of the standard `logging`; `run` 0 is outside of any job. `meta` is JSON text, cut."""
 
     run: Number
     severity: Annotated[str, Meta(max_length=16)]
@@ -162,6 +162,8 @@ class Preload(_Message, frozen=True, array_like=True, tag=1):
     kills_leftovers: bool
     pins_cpus: bool
     log_level: str
+    on_abort: str = "signal"  # of a plain callable
+    search_path: list[str] = []  # where to look for the app beside the usual places
 
 
 class Fork(_Message, frozen=True, array_like=True, tag=2):

@@ -31,7 +31,11 @@ class Graveyard:
         known: Callable[[], Iterable[int]],
         is_fork_open: Callable[[], bool],
         on_over: Callable[[list[Run]], None],
+        kin: family.Kin | None = None,
     ) -> None:
+        """`kin` tells orphans from the children of a program that we are a guest in; without it all are ours."""
+        self._kin = kin
+        self._ours = None if kin is None else kin.is_ours
         self._events = events
         self._known = known
         self._is_fork_open = is_fork_open
@@ -65,13 +69,15 @@ class Graveyard:
         self._cancel_timer()
         if self._is_fork_open():
             return
-        swept = family.sweep(self._foreign.union(self._known()), kill=True)
+        swept = family.sweep(self._foreign.union(self._known()), kill=True, ours=self._ours)
         if swept.found:
             self._events.emit(ev.OrphansKilled(swept.found, swept.names))
         if swept.left:
             self._timer = self._loop.call_later(LOOK_AGAIN_S, self.sweep)
             if now() < self._wait_until:
                 return
+        elif self._kin is not None:
+            self._kin.settle()
         buried, self._buried = self._buried, []
         if buried:
             self._on_over(buried)
@@ -79,7 +85,7 @@ class Graveyard:
     def close(self) -> None:
         """Kill and reap what is there, for the last time."""
         self._cancel_timer()
-        family.sweep(self._foreign, kill=True)
+        family.sweep(self._foreign, kill=True, ours=self._ours)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -65,6 +65,7 @@ class Pool:
         on_change: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         on_metrics: Callable[[int, int, int, bytes], None] = lambda slot, generation, pid, report: None,
+        kin: family.Kin | None = None,
     ) -> None:
         self._config = config
         self._keeper = keeper
@@ -73,6 +74,7 @@ class Pool:
         self._on_over = on_over
         self._on_change = on_change
         self._spawn = spawn
+        self._kin = kin  # in a program that has other children
         self._on_metrics = on_metrics  # slot, generation, pid of the child, and its report
         self._slots = [Slot(index) for index in range(config.procs)]
         self._children: dict[int, ChildLink] = {}  # by pid, until reaped
@@ -88,6 +90,7 @@ class Pool:
             known=lambda: self.pids,
             is_fork_open=lambda: keeper.open_requests > 0,
             on_over=self._on_buried,
+            kin=kin,
         )
         self._loop = asyncio.get_running_loop()
         self._all_gone = asyncio.Event()  # no child is left to be reaped
@@ -234,9 +237,8 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the fork server and all children."""
-        server = self._keeper.pid
-        return [*self._children] + ([server] if server is not None else [])
+        """Of the fork server, also one that still imports, and all children."""
+        return [*self._children, *self._keeper.pids]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -425,6 +427,8 @@ class Pool:
         child.kill_reason = reason
         child.advance(ChildEvent.WAS_KILLED)
         self._vacate(child)
+        if self._kin is not None:
+            self._kin.strike(child.pid)
         descendants = family.kill_family(child.pid, child.pidfd)
         job_id = None if run is None else run.job.id
         self._events.emit(ev.ChildKilled(child.slot, child.generation, child.pid, reason, job_id, descendants))
@@ -606,7 +610,7 @@ class Pool:
         self._keeper.forget(child.pid)
         slot = self._slot_of(child)
         self._vacate(child)
-        self._tell_exit(child, reaped, cause)
+        self._tell_exit(child, run, reaped, cause)
         child.close()
         if slot is not None and run is None and (was_booting or _is_fragile(child)):
             self._blame_boot(slot, child, cause, tail)
@@ -629,14 +633,15 @@ class Pool:
             return f"{words}; {child.broken}"
         return words
 
-    def _tell_exit(self, child: ChildLink, reaped: exits.Reaped, cause: str) -> None:
+    def _tell_exit(self, child: ChildLink, run: Run | None, reaped: exits.Reaped, cause: str) -> None:
         exit = exits.decode(reaped.status)
+        by_itself = "terminated" if exit.exit_code == 0 and run is None else "crash"  # it left at a SIGTERM
         self._events.emit(
             ev.ChildExited(
                 child.slot,
                 child.generation,
                 child.pid,
-                child.kill_reason or child.leave_reason or ("boot" if child.ready_at is None else "crash"),
+                child.kill_reason or child.leave_reason or ("boot" if child.ready_at is None else by_itself),
                 cause,
                 exit.signal,
                 exit.exit_code,

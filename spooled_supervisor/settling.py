@@ -63,7 +63,7 @@ class Settler:
     async def settle(self, lease: Lease, outcome: Outcome, api: RestApi, *, tries: int = 0) -> bool:
         """Report the outcome of this lease through `api`; False if it could not be brought to the service.
 
-        `tries`: how often an earlier life may have sent it already. Not cancel-safe: the report may have reached the service.
+        `tries`: how often an earlier life may have sent it. Not cancel-safe: the report may have reached the service.
         """
         report = _Report(outcome, tries)
         backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)

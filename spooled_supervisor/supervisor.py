@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-from spooled_supervisor import __version__, family, kernel, processes
+from spooled_supervisor import __version__, family, frames, kernel, processes
 from spooled_supervisor import events as ev
 from spooled_supervisor.api.events import JobEvents
 from spooled_supervisor.api.gate import RateGate
@@ -36,7 +37,7 @@ from spooled_supervisor.config import Config, QueueConfig, cpus_available
 from spooled_supervisor.control import Command, ControlSocket, Refused
 from spooled_supervisor.errors import EX_FAILURE, EX_OK, ConfigError, CredentialsRefused
 from spooled_supervisor.events import Events
-from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
+from spooled_supervisor.forkclient import ForkServerKeeper, Spawn, child_environment, spawn_interpreter
 from spooled_supervisor.holding import Holder
 from spooled_supervisor.job import Job, Outcome, Released
 from spooled_supervisor.keys import ApiKey
@@ -52,7 +53,7 @@ from spooled_supervisor.registration import Registration
 from spooled_supervisor.settling import Settler
 from spooled_supervisor.statedir import StateDir
 from spooled_supervisor.telemetry.endpoints import Endpoints
-from spooled_supervisor.telemetry.logs import EventLog
+from spooled_supervisor.telemetry.logs import EventLog, StandardLog
 from spooled_supervisor.telemetry.metrics import Metrics
 from spooled_supervisor.telemetry.snapshot import Snapshot
 from spooled_supervisor.telemetry.systemd import Notifier
@@ -83,10 +84,34 @@ UNUSED_SIGNALS = (signal.SIGUSR2,)
 MAX_UNKNOWN = 100
 
 
-class Supervisor:
-    """One run of the daemon: `await run()` gives the exit code."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guest:
+    """What is different in a program that is not ours, but runs us: its children, signals, title and memory are its own.
 
-    def __init__(self, config: Config, state: StateDir, *, events: Events, log: EventLog, notifier: Notifier) -> None:
+    It tells us to stop (`Supervisor.climb`); there is no control socket.
+    """
+
+    kin: family.Kin
+    preload: Callable[[int], frames.Preload]
+    spawn: Spawn
+    on_spent: Callable[[], None]
+    on_over: Callable[[Run, Outcome | None], None]
+
+
+class Supervisor:
+    """One run of the daemon, or of a guest in another program: `await run()` gives the exit code."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: StateDir,
+        *,
+        events: Events,
+        log: EventLog | StandardLog,
+        notifier: Notifier,
+        guest: Guest | None = None,
+    ) -> None:
+        self._guest = guest
         self._config = config
         self._state = state
         self._events = events
@@ -123,7 +148,7 @@ class Supervisor:
         """
         self._set_title()
         refusal: ConfigError | CredentialsRefused | None = None
-        with self._signal_handling():
+        with self._signal_handling() if self._guest is None else contextlib.nullcontext():
             async with asyncio.TaskGroup() as self._tasks:
                 try:
                     async with contextlib.AsyncExitStack() as stack:
@@ -151,13 +176,15 @@ class Supervisor:
         stack.push_async_callback(keeper.close)
         if not await self._is_booted(keeper):
             return EX_OK
-        kernel.set_dumpable(False)  # children of the same user can read neither our memory nor the key in it
+        if self._guest is None:
+            kernel.set_dumpable(False)  # children of the same user can read neither our memory nor the key in it
         self._queues = config.queues or tuple(QueueConfig(name) for name in keeper.queue_names)
         metrics.declare_queues(queue.name for queue in self._queues)
         self._wire(await stack.enter_async_context(self._make_api()), keeper, metrics)
         stack.push_async_callback(self._pool.close)
-        control = ControlSocket(config.control_socket, self._wire_commands(keeper, metrics).table())
-        await stack.enter_async_context(control)
+        if self._guest is None:
+            control = ControlSocket(config.control_socket, self._wire_commands(keeper, metrics).table())
+            await stack.enter_async_context(control)
         self._start()
         await self._work()
         return await self._stop()
@@ -199,12 +226,15 @@ class Supervisor:
     def _make_keeper(self) -> ForkServerKeeper:
         config = self._config
         share = cpus_available() // config.pool.procs
+        guest = self._guest
         return ForkServerKeeper(
-            functools.partial(preload, config),
+            functools.partial(preload, config) if guest is None else guest.preload,
             child_environment(os.environ, marker=str(self._state.path), threads=share),
             boot_timeout_s=config.pool.boot_timeout_s,
             events=self._events,
             on_ready=self._on_fork_server_ready,
+            spawn=spawn_interpreter if guest is None else guest.spawn,
+            on_spent=(lambda: None) if guest is None else guest.on_spent,
         )
 
     def _make_api(self) -> RestApi:
@@ -233,6 +263,8 @@ class Supervisor:
 
         def on_over(run: Run, outcome: Outcome | None) -> None:
             metrics.add_job_cpu(run.job.queue_name, run.cpu_s)
+            if self._guest is not None:
+                self._guest.on_over(run, outcome)
             self._holder.on_over(run, outcome)
 
         pool = self._pool = Pool(
@@ -244,6 +276,7 @@ class Supervisor:
             on_change=self._on_pool_change,
             spawn=self._spawn,
             on_metrics=metrics.children.take,
+            kin=None if self._guest is None else self._guest.kin,
         )
         self._claimer = Claimer(
             api,
@@ -341,7 +374,8 @@ class Supervisor:
 
     def _start(self) -> None:
         assert self._observer is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
+        if self._guest is None:  # the hint is worth having, not needed
+            asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
         self._events.subscribe(self._on_request, ev.ApiRequestFinished)
         self._events.subscribe(self._on_child_started, ev.ChildStarted)
         self._events.subscribe(lambda exited: self._outbox.child_gone(exited.pid), ev.ChildExited)
@@ -455,7 +489,7 @@ class Supervisor:
         if self._signals > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._climb(Phase.STOPPING if self._signals > 1 else to, number.name)
+        self.climb(Phase.STOPPING if self._signals > 1 else to, number.name)
 
     def _on_command_signal(self, number: signal.Signals, command: str, request: Mapping[str, Any]) -> None:
         is_obeyed = self._commands is not None
@@ -471,13 +505,14 @@ class Supervisor:
             self._events.emit(ev.CommandRefused(str(refused)))
 
     def _stop_by_command(self, why: str) -> None:
-        self._climb(Phase.STOPPING if self._wanted >= Phase.DRAINING else Phase.DRAINING, why)
+        self.climb(Phase.STOPPING if self._wanted >= Phase.DRAINING else Phase.DRAINING, why)
 
     def _on_unused_signal(self, number: signal.Signals) -> None:
         """Caught, as its default would end us."""
         self._events.emit(ev.CommandReceived("signal", number.name, False))
 
-    def _climb(self, to: Phase, why: str) -> None:
+    def climb(self, to: Phase, why: str) -> None:
+        """Go down to this phase, unless that has been asked for already. From the loop's thread only."""
         if to > self._wanted:
             self._wanted, self._why = to, why
             self._alarm.ring()
@@ -489,7 +524,7 @@ class Supervisor:
             case "drain" | "stop":
                 if self._wanted <= Phase.RUNNING:
                     self._events.emit(ev.CommandReceived(source, command, True))
-                self._climb(Phase.DRAINING, f"the service said {command}")
+                self.climb(Phase.DRAINING, f"the service said {command}")
             case "pause":
                 self._set_quiet("the service said pause")
             case "resume":
@@ -512,7 +547,7 @@ class Supervisor:
         """Before the service has ever accepted the key it is a wrong one: stop with 77. Later it may be rotated."""
         if not self._standing.is_proven:
             self._fatal = refused
-            self._climb(Phase.STOPPING, "the API key is refused")
+            self.climb(Phase.STOPPING, "the API key is refused")
         else:
             self._standing.refused = refused.message
 
@@ -593,7 +628,8 @@ class Supervisor:
             self._set_title()
 
     def _set_title(self) -> None:
-        kernel.set_title(f"spooled-supervisor: supervisor {self._standing.phase.name.lower()}")
+        if self._guest is None:
+            kernel.set_title(f"spooled-supervisor: supervisor {self._standing.phase.name.lower()}")
 
     def _status_text(self) -> str:
         snapshot = self.snapshot()

@@ -21,10 +21,10 @@ import socket
 import sys
 import threading
 import time
-from _thread import _count as thread_count  # those below the threading module too
 
 # What `signal.getsignal` calls; that makes an enum of every answer: 1 us for each of 62 signals.
 from _signal import getsignal  # type: ignore[import-not-found] # it has no stubs
+from _thread import _count as thread_count  # those below the threading module too
 from collections.abc import Callable
 
 from spooled_supervisor import family, kernel, processes

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.daemon import Daemon, daemon
-from support.devserver import DevServer, dev_server
 
 from spooled_supervisor import timing
 from spooled_supervisor.events import Events
@@ -37,6 +33,8 @@ from spooled_supervisor.telemetry.snapshot import (
     QueueSnapshot,
     Snapshot,
 )
+from tests.support.daemon import Daemon, daemon
+from tests.support.devserver import DevServer, dev_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, ViewportSize
@@ -136,7 +134,7 @@ def visit(browser: Browser, url: str, viewport: ViewportSize = DESKTOP, **option
 # --- in front of a daemon ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[DevServer]:
     with dev_server(retry_base_s=60) as server:
         yield server
@@ -179,7 +177,7 @@ def test_what_runs_what_has_run_and_what_has_failed_is_shown(
         expect(row).to_contain_text("busy")
         expect(row).to_contain_text("page 4 of 9")
         expect(row).to_contain_text("42 %")
-        expect(row).to_contain_text(re_minutes())
+        expect(row).to_contain_text(re.compile(r"in 9 min \d+ s"))  # its deadline
         assert row.locator("progress").evaluate("(bar) => bar.value") == 42
         expect(page.locator("#leases tbody tr")).to_contain_text(job_id)
         assert "1/2 busy" in page.title()
@@ -201,13 +199,6 @@ def test_what_runs_what_has_run_and_what_has_failed_is_shown(
         second.locator("summary").click()
         expect(second.get_by_role("region", name="Last output")).to_have_text("the last words")
         expect(second).to_contain_text(crashed)
-
-
-def re_minutes() -> Any:
-    """A deadline ten minutes away."""
-    import re
-
-    return re.compile(r"in 9 min \d+ s")
 
 
 def test_what_a_job_writes_stays_text(browser: Browser, server: DevServer, app_dir: Path) -> None:
@@ -254,6 +245,8 @@ def test_it_survives_the_daemons_restart(browser: Browser, server: DevServer, ap
             expect(page.locator("#about")).to_contain_text(f"pid {first.pid}")
         expect(page.locator("#state")).to_have_text("not reachable")
         expect(page.locator("#lost")).to_contain_text("Not reachable since ")
+        page.locator("footer").scroll_into_view_if_needed()
+        expect(page.locator("#lost")).to_be_in_viewport()
         assert page.title().startswith("not reachable")
         expect(page.locator("#children tbody tr")).to_have_count(2)  # the last that was known stays to be read
         with worker(server, app_dir, *listen) as second:
@@ -581,7 +574,7 @@ def test_light_and_dark_are_readable(
         brightness = sum(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"))
         assert brightness > 600 if scheme == "light" else brightness < 150
         assert page.evaluate(_CONTRAST) == []
-        page.screenshot(path=tmp_path / "page.png", full_page=True)  # for people: pytest keeps it for a while
+        (tmp_path / "page.png").write_bytes(page.screenshot(full_page=True))  # for people: pytest keeps it for a while
 
 
 def test_who_wants_no_motion_gets_none(browser: Browser, stage: Stage) -> None:
@@ -596,7 +589,8 @@ def test_without_javascript_it_says_where_the_facts_are(browser: Browser, stage:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(stage.url)
-    expect(page.locator("noscript")).to_contain_text("This page needs JavaScript.")
+    expect(page.locator("noscript p")).to_contain_text("This page needs JavaScript.")
+    expect(page.locator("noscript p")).to_be_visible()
     context.close()
 
 

@@ -64,6 +64,7 @@ class Supervisor:
                 stack_fd=os.memfd_create("stack"),
                 nice=0,
                 kills_leftovers=True,
+                pins_cpu=False,
                 log_level="info",
             ),
         )

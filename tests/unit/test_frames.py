@@ -46,7 +46,7 @@ GOLDEN: list[tuple[ToChild | FromChild, str]] = [
 ]
 GOLDEN_PACKETS: list[tuple[ToForkServer | FromForkServer, str]] = [
     (
-        frames.Preload(1, "app:app", ["emails"], False, 5, True, "info"),
+        frames.Preload(1, "app:app", ["emails"], False, 5, True, False, "info"),
         "98 01 01 a76170703a617070 91a6656d61696c73 c2 05 c3 a4696e666f",
     ),
     (frames.Fork(9, 3), "93 02 09 03"),

@@ -249,6 +249,7 @@ def test_the_overdue_come_before_starts_and_gifts() -> None:
 def test_the_next_deadline_is_the_earliest_of_children_and_empty_slots() -> None:
     children = [make_child(0), make_child(1, ChildState.STARTING, deadline=30.0), a_busy(2, deadline=20.0)]
     slots = [Slot(0, children[0]), Slot(3, not_before=10.0), Slot(4, not_before=5.0, is_forking=True)]
-    assert next_deadline(slots=slots, children=children, may_start=True) == 10.0
-    assert next_deadline(slots=slots, children=children, may_start=False) == 20.0
-    assert next_deadline(slots=[Slot(0, children[0])], children=children[:1], may_start=True) == INF
+    assert next_deadline(0.0, slots=slots, children=children, may_start=True) == 5.0
+    assert next_deadline(7.0, slots=slots, children=children, may_start=True) == 10.0
+    assert next_deadline(0.0, slots=slots, children=children, may_start=False) == 20.0
+    assert next_deadline(0.0, slots=[Slot(0, children[0])], children=children[:1], may_start=True) == INF

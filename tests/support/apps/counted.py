@@ -7,9 +7,9 @@ import signal
 import time
 from typing import Any
 
+from ledger import note
 from prometheus_client import Counter, Enum, Gauge, Histogram, Info, Summary
 
-from ledger import note
 from spooled_supervisor import App, JobContext
 
 app = App()
@@ -56,8 +56,11 @@ def count(ctx: JobContext) -> dict[str, Any]:
 @app.handler("junk")
 def junk(ctx: JobContext) -> None:
     """Nonsense in the registry: it costs the page nothing but what is nonsense."""
-    for n in range(1500):
-        PAGES.labels(f'kind \n"{n}\\').inc()
-    Gauge("spooled_supervisor_ready", "Not the app's to say.").set(666)
-    Gauge("up", "Not the app's to say.").set(666)
-    CACHE.set(float("nan"))
+    match ctx.payload:
+        case "names":
+            Gauge("spooled_supervisor_ready", "Not the app's to say.").set(666)
+            Gauge("up", "Not the app's to say.").set(666)
+        case "series":
+            CACHE.set(float("nan"))
+            for n in range(1500):
+                PAGES.labels(f'kind \n"{n}\\').inc()
