@@ -72,7 +72,7 @@ class Observer:
         troubles: Troubles,
         outbox: Outbox,
         cpus: float,
-        history: History | None = None,
+        history: History,
     ) -> None:
         self._standing = standing
         self._queues = queues
@@ -195,8 +195,8 @@ class Observer:
             procs=len(self._pool.slots),
             generation=self._keeper.generation,
             quiet_reason=standing.quiet_reason,
-            failures=() if self._history is None else self._history.failures,
-            throughput=() if self._history is None else self._history.throughput(),
+            failures=self._history.failures,
+            throughput=self._history.throughput(),
             leases=tuple(_lease(lease, at) for lease in heapq.nsmallest(MAX_LEASES, self._leases, _end_of)),
             outbox_problem=self._outbox.problem,
             outbox_full=self._outbox.is_full,
@@ -207,7 +207,7 @@ class Observer:
         )
 
     def _queue(self, queue: QueueConfig, waiting: int, at: float) -> QueueSnapshot:
-        done, failed, rate = (0, 0, 0.0) if self._history is None else self._history.tally(queue.name)
+        done, failed, rate = self._history.tally(queue.name)
         claimed = self._claimer.queues.get(queue.name)
         breaker = "closed"
         if claimed is not None and claimed.breaker.is_open:

@@ -53,6 +53,7 @@ from spooled_supervisor.registration import Registration
 from spooled_supervisor.settling import Settler
 from spooled_supervisor.statedir import StateDir
 from spooled_supervisor.telemetry.endpoints import Endpoints
+from spooled_supervisor.telemetry.history import History
 from spooled_supervisor.telemetry.logs import EventLog, StandardLog
 from spooled_supervisor.telemetry.metrics import Metrics
 from spooled_supervisor.telemetry.snapshot import Snapshot
@@ -117,7 +118,12 @@ class Supervisor:
         self._events = events
         self._log = log
         self._notifier = notifier
-        self._standing = Standing(config.worker.worker_id or state.worker_id(config.worker.hostname))
+        self._standing = Standing(
+            config.worker.worker_id or state.worker_id(config.worker.hostname),
+            hostname=config.worker.hostname,
+            api_url=config.api.url,
+        )
+        self._history = History(events)
         self._troubles = Troubles(events)
         self._gate = RateGate()
         self._pressure = Pressure(
@@ -339,6 +345,7 @@ class Supervisor:
             troubles=self._troubles,
             outbox=self._outbox,
             cpus=cpus_available(),
+            history=self._history,
         )
 
     def _wire_commands(self, keeper: ForkServerKeeper, metrics: Metrics) -> Commands:

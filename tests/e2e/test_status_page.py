@@ -574,6 +574,7 @@ def test_light_and_dark_are_readable(
         brightness = sum(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"))
         assert brightness > 600 if scheme == "light" else brightness < 150
         assert page.evaluate(_CONTRAST) == []
+        page.evaluate("scrollTo(0, 0)")
         (tmp_path / "page.png").write_bytes(page.screenshot(full_page=True))  # for people: pytest keeps it for a while
 
 
