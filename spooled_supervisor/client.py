@@ -223,7 +223,8 @@ class SpooledClient:
         try:
             return msgspec.json.decode(response.content) if response.content.strip() else None
         except answers.MALFORMED as error:
-            raise ApiUnavailable(f"the answer to {operation} is not JSON: {answers.excerpt(response.content)}") from error
+            said = answers.excerpt(response.content)
+            raise ApiUnavailable(f"the answer to {operation} is not JSON: {said}") from error
 
     def _connection(self) -> httpx.Client:
         if self._pid != os.getpid():  # a fork: what is open belongs to the other one
@@ -314,9 +315,10 @@ class Jobs:
         is_safe = all(item.get("idempotency_key") for item in items)
         body = {"queue_name": queue_name, "jobs": items, **defaults}
         answer = self._client.call("create_jobs", "POST", "/jobs/bulk", body=body, is_safe=is_safe)
+        made, refused = _items(answer, "succeeded"), _items(answer, "failed")
         return BulkResult(
-            tuple(BulkCreated(int(i["index"]), _text(i, "job_id"), bool(i["created"])) for i in _items(answer, "succeeded")),
-            tuple(BulkFailed(int(i["index"]), str(i["error"])) for i in _items(answer, "failed")),
+            tuple(BulkCreated(int(item["index"]), _text(item, "job_id"), bool(item["created"])) for item in made),
+            tuple(BulkFailed(int(item["index"]), str(item["error"])) for item in refused),
         )
 
     def get(self, job_id: str) -> JobInfo:
@@ -383,7 +385,7 @@ def _without_none(**fields: Any) -> dict[str, Any]:
 def _instant(name: str, value: datetime | str | None) -> str | None:
     if isinstance(value, datetime):
         if value.tzinfo is None:
-            raise ValueError(f"{name}: {value.isoformat()} has no time zone; say datetime.now(timezone.utc), for example")
+            raise ValueError(f"{name}: {value.isoformat()} has no time zone; say datetime.now(UTC), for example")
         return value.isoformat()
     return value
 

@@ -114,12 +114,14 @@ class Commands:
         try:
             generation = await self._keeper.reload()
         except (AppError, OSError) as error:
+            self._refuse_if_stopping()
             self._events.emit(ev.ReloadFailed(self._keeper.last_generation, str(error)))
             self._on_reloading(False, f"reload failed, generation {self._keeper.generation} goes on")
             going_on = f"generation {self._keeper.generation} goes on serving"
             raise Refused(f"the app cannot be loaded, {going_on}:\n{error}") from error
         finally:
             self._is_reloading = False
+        self._refuse_if_stopping()  # meanwhile: nobody is told that we are ready, no child is started
         self._on_reloaded()
         renewed = self._pool.renew("reload")
         self._events.emit(ev.Reloaded(generation, renewed))

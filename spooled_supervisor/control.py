@@ -29,6 +29,7 @@ from spooled_supervisor.processes import read_stat
 
 MAX_LINE = 64 * 1024
 READ_TIMEOUT_S = 10.0
+PROBE_LIMIT_S = 1.0
 MAX_DEPTH = 64
 MAX_PATH = 107
 """sun_path holds this many bytes and a NUL (unix(7)); a longer path is reached through /proc/self/fd."""
@@ -109,7 +110,7 @@ class ControlSocket:
                 writer.write(answer.line())
                 await asyncio.wait_for(writer.drain(), READ_TIMEOUT_S)
         except (OSError, ValueError, TimeoutError):  # ValueError: a line without an end
-            pass
+            writer.transport.abort()  # what it does not read must not be kept for it
         finally:
             writer.close()
 
@@ -128,15 +129,35 @@ class ControlSocket:
 
 
 def descends_from(pid: int, ancestor: int) -> bool:
-    """Whether the process is below this one (proc_pid_stat(5), ppid). Of another PID namespace, pid 0, it is not."""
+    """Whether the process is below this one (proc_pid_stat(5), ppid). Of another PID namespace, pid 0, it is not.
+
+    One that has ended may have been: whoever has a right to ask waits for the answer. One that is hidden from us
+    (proc(5), hidepid) is another user's, and our jobs are not.
+    """
+    at = pid
     for _ in range(MAX_DEPTH):
-        found = read_stat(pid)
+        found = read_stat(at)
+        if found is None and _has_ended(at):
+            if at == pid:
+                return True
+            at = pid  # a parent has ended meanwhile: its child has another one now
+            continue
         if found is None or found.ppid == 0:
             return False
         if found.ppid == ancestor:
             return True
-        pid = found.ppid
+        at = found.ppid
     return True  # deeper than anybody's shell: not one to trust
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _peer_pid(writer: asyncio.StreamWriter) -> int:
@@ -166,6 +187,7 @@ def _remove_dead(path: str, shown: Path) -> None:
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_LIMIT_S)  # one that is stopped may have no room for another connection: it lives
         try:
             probe.connect(path)
         except ConnectionRefusedError:

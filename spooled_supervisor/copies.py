@@ -2,8 +2,8 @@
 
 A copy has all that the program had at that moment, so that any callable can be a handler: no name is needed by which
 it could be imported. That is only safe in a program with one thread: a fork copies the locks that other threads hold,
-but not the threads (fork(2)). Both copies are made at the same time, and the second one runs no user code until it takes
-over: when the first one is dead, the program has threads of its own at work. There is no third.
+but not the threads (fork(2)). Both copies are made at the same time, and the second one runs no user code until it
+takes over: when the first one is dead, the program has threads at work. There is no third.
 
 A copy gives up what the program's own business is: the terminal's session, signals, the environment's secrets, standard
 input; what it prints goes into a pipe. It keeps the program's memory and its open files. It leaves with the program
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from spooled_supervisor import exits, forkserver
+from spooled_supervisor import exits, forkserver, kernel
 from spooled_supervisor.app import App
 from spooled_supervisor.forkclient import NoCopyLeft, Spawned
 
@@ -35,11 +35,11 @@ _waiting: list[Spawned] = []
 class Copies:
     """The copies for one worker. Made in a program with one thread; `spawn` gives them away, `close` ends the rest."""
 
-    def __init__(self, app: App, env: Mapping[str, str]) -> None:
+    def __init__(self, app: App, env: Mapping[str, str], count: int = COUNT) -> None:
         """`env` is the environment of the copies and so of the children. Raises OSError if there is no room."""
         self._left: list[Spawned] = []
         try:
-            for _ in range(COUNT):
+            for _ in range(count):
                 self._left.append(_fork_copy(app, env))
         except BaseException:
             self.close()
@@ -114,6 +114,7 @@ def _be_copy(
             os.dup2(source, fd)
         os.close(null)
         os.close(output)
+        kernel.set_title("spooled-supervisor: fork server standing by")  # before the environment, which it starts from
         os.environ.clear()
         os.environ.update(env)
         forkserver.be_fork_server(control, app)

@@ -147,8 +147,8 @@ def sweep(known: Collection[int], *, kill: bool, ours: Callable[[Stat], bool] | 
 class Kin:
     """Who is of our family in a process that has children of its own: what our children are told apart by.
 
-    A living process is ours if it began with our marker or is in the session of one of our children; a dead one shows
-    no environment any more, so who was seen below a child before its family was killed is remembered.
+    A living process is ours if it began with our marker or is in the session of one of our children. A dead one shows
+    no environment any more, so whoever was ours once is remembered, and who is below a child when its family is killed.
     """
 
     def __init__(self, marker: str) -> None:
@@ -171,7 +171,10 @@ class Kin:
         self._struck.update(stat.identity for stat in descendants(pid))
 
     def is_ours(self, stat: Stat) -> bool:
-        return stat.identity in self._struck or self._belongs(stat)
+        is_ours = stat.identity in self._struck or self._belongs(stat)
+        if is_ours:
+            self._struck.add(stat.identity)
+        return is_ours
 
     def settle(self) -> None:
         """A sweep has left nobody: the numbers of dead sessions may pass on to others from now on."""

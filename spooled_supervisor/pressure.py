@@ -43,11 +43,18 @@ class Pressure:
         return self._reason
 
     def _look(self) -> str | None:
-        if self._max_load is not None and (load := self._read_load()) > self._max_load:
+        if self._max_load is not None and (load := self._load()) is not None and load > self._max_load:
             return f"the load is {load:.2f}, above --max-load {self._max_load:g}"
         if self._max_memory is not None and (pressure := self._memory()) is not None and pressure > self._max_memory:
             return f"the memory pressure is {pressure:.1f} %, above --max-memory-pressure {self._max_memory:g}"
         return None
+
+    def _load(self) -> float | None:
+        """None where /proc shows nothing of the machine (systemd.exec(5), ProcSubset=pid)."""
+        try:
+            return self._read_load()
+        except OSError:
+            return None
 
     def _memory(self) -> float | None:
         """ "some avg10=1.23 avg60=..." (cgroups(7), PSI); None where the kernel keeps no such figures."""

@@ -87,7 +87,7 @@ MAX_UNKNOWN = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guest:
-    """What is different in a program that is not ours, but runs us: its children, signals, title and memory are its own.
+    """What is different in a program that is not ours, but runs us: children, signals, title and memory are its own.
 
     It tells us to stop (`Supervisor.climb`); there is no control socket.
     """
@@ -438,6 +438,7 @@ class Supervisor:
         self._drain_ends_at = now() + self._config.shutdown_timeout_s
         self._enter(Phase.DRAINING, self._why)
         self._notifier.stopping(self._status_text())
+        self._notifier.extend_timeout(3 * TELL_INTERVAL_S)  # the next tick that asks may come after TimeoutStopSec=
         self._registration.beat_now()
         self._holder.return_waiting()
         self._pool.abort_all("shutdown")
@@ -621,6 +622,10 @@ class Supervisor:
             self._claimer.wake()
 
     # --- what it shows ---------------------------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return self._standing.worker_id
 
     def snapshot(self) -> Snapshot:
         """Everything, as it is now."""

@@ -1,18 +1,18 @@
 """What a `SpooledWorker` tells its program: `worker.on(NAME, callback)` calls back with one of these.
 
-| name             | event             | when                                                                            |
-|------------------|-------------------|---------------------------------------------------------------------------------|
-| `started`        | `WorkerStarted`   | the first child is ready; the service need not have answered yet                |
-| `stopped`        | `WorkerStopped`   | nothing runs any more and nothing is held                                       |
-| `error`          | `WorkerErrored`   | the worker has ended, or ends, because of this error                            |
-| `job:claimed`    | `JobClaimed`      | the job's lease is ours                                                         |
-| `job:started`    | `JobStarted`      | a child runs it                                                                 |
-| `job:progress`   | `JobProgress`     | the handler called `ctx.progress`                                               |
-| `job:completed`  | `JobCompleted`    | it succeeded, and the service knows                                             |
-| `job:failed`     | `JobFailed`       | it failed, and the service knows                                                |
-| `job:lease_lost` | `JobLeaseLost`    | it is not ours any more, or its outcome could not be brought to the service     |
-| `child:started`  | `ChildStarted`    | a child process was forked                                                      |
-| `child:exited`   | `ChildExited`     | one has ended                                                                   |
+| name             | event           | when                                                                        |
+|------------------|-----------------|-----------------------------------------------------------------------------|
+| `started`        | `WorkerStarted` | the first child is ready; the service need not have answered yet            |
+| `stopped`        | `WorkerStopped` | nothing runs any more and nothing is held                                   |
+| `error`          | `WorkerErrored` | the worker has ended, or ends, because of this error                        |
+| `job:claimed`    | `JobClaimed`    | the job's lease is ours                                                     |
+| `job:started`    | `JobStarted`    | a child runs it                                                             |
+| `job:progress`   | `JobProgress`   | the handler called `ctx.progress`                                           |
+| `job:completed`  | `JobCompleted`  | it succeeded, and the service knows                                         |
+| `job:failed`     | `JobFailed`     | it failed, and the service knows                                            |
+| `job:lease_lost` | `JobLeaseLost`  | it is not ours any more, or its outcome could not be brought to the service |
+| `child:started`  | `ChildStarted`  | a child process was forked                                                  |
+| `child:exited`   | `ChildExited`   | one has ended                                                               |
 
 Field names are public. Every job that was claimed ends with exactly one of completed, failed and lease_lost; what is
 still unreported when a stop is over has none of them.

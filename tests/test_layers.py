@@ -28,7 +28,7 @@ LAYERS = (
     "results frames lifecycle leases",
     "exits processes hunt family resources tidy",
     "outbox poison",
-    "output childmetrics child forkserver forkclient",
+    "output childmetrics child forkserver forkclient copies",
     "childlink plan graveyard pool",
     "troubles",
     "api.__init__ api.gate api.answers api.values api.messages api.claims api.wire api.httpx_wire api.exchange api.rest",
@@ -39,14 +39,16 @@ LAYERS = (
     "telemetry.snapshot telemetry.series telemetry.foreign telemetry.gauges telemetry.metrics telemetry.exchange telemetry.history",
     "telemetry.page telemetry.endpoints",
     "observer control commands checking supervisor",
-    "devserver.* demo.*",
+    "client workerevents telling hosting worker",
+    "devserver.* demo.* testing.*",
     "statusview operating exporting cli __main__",
 )
 """From the bottom up. `name.*` is a sub-package whose modules are free among themselves."""
 ORDER = " ".join(LAYERS).split()
 
 DOORS = {
-    "httpx": ["api.httpx_wire", "demo.*"],
+    "httpx": ["api.httpx_wire", "client", "demo.*"],
+    "pytest": ["testing.pytest_plugin"],
     "prometheus_client": ["childmetrics", "telemetry.*"],
     "psutil": ["processes", "resources", "observer"],
     "setproctitle": ["kernel"],
@@ -57,6 +59,8 @@ DOORS = {
     "multiprocessing": [],
 }
 """Where a library that is not everybody's may be imported."""
+FACE = ("app", "errors", "client", "worker")
+"""What the package itself hands out."""
 EVERYWHERE = {PACKAGE, "msgspec", *sys.stdlib_module_names}
 
 
@@ -119,7 +123,7 @@ def test_a_module_imports_only_from_those_above_it(module: str) -> None:
         if imported is None or imported == module:
             continue
         is_neighbour = ORDER[place].endswith("*") and place_of(imported) == place
-        is_ours = module == "__init__" and imported in ("app", "errors")  # loaded when they are asked for
+        is_ours = module == "__init__" and imported in FACE  # loaded when they are asked for
         assert place_of(imported) < place or is_neighbour or is_ours, f"{module}:{line} imports {name}"
 
 

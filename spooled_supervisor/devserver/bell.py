@@ -1,4 +1,4 @@
-"""Wakes who waits for a change of the jobs. It says that something changed, never what: the waiter looks for himself."""
+"""Wakes who waits for a change of the jobs. It says that something changed, never what: the waiter looks himself."""
 
 from __future__ import annotations
 

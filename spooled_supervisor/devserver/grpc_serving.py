@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -19,7 +19,7 @@ from spooled_supervisor.devserver.auth import Tokens
 from spooled_supervisor.devserver.database import DatabaseFault
 from spooled_supervisor.devserver.errors import ApiError, unauthorized
 from spooled_supervisor.devserver.grpc_queue import QueueService
-from spooled_supervisor.devserver.grpc_values import status_of
+from spooled_supervisor.devserver.grpc_values import message_of, status_of
 from spooled_supervisor.devserver.grpc_worker import WorkerService
 from spooled_supervisor.devserver.services import Services
 from spooled_supervisor.errors import ConfigError
@@ -91,7 +91,7 @@ class Guard:
                 self._admit(context)
                 return call(request)
             except (ApiError, DatabaseFault) as error:
-                return await _abort(context, error)
+                await _abort(context, error)
 
         return guarded
 
@@ -119,11 +119,14 @@ class Guard:
             raise unauthorized("Invalid API key")
 
 
-async def _abort(context: Context, error: ApiError | DatabaseFault) -> Any:
+async def _abort(context: Context, error: ApiError | DatabaseFault) -> NoReturn:
+    """Ends the call: what `abort` raises is for the library alone."""
     if isinstance(error, ApiError):
-        await context.abort(status_of(error), error.message)
-    _LOG.error("a call failed: %s", error)
-    await context.abort(grpc.StatusCode.INTERNAL, "An internal error occurred")
+        await context.abort(status_of(error), message_of(error))
+    else:
+        _LOG.error("a call failed: %s", error)
+        await context.abort(grpc.StatusCode.INTERNAL, "An internal error occurred")
+    raise AssertionError("abort never returns")
 
 
 class _QueueCalls:
@@ -151,7 +154,7 @@ class _WorkerCalls:
 
 def _health() -> grpc.GenericRpcHandler:
     """Check and Watch of grpc.health.v1.Health; without serializers, requests and responses are bytes."""
-    handlers = {
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         "Check": grpc.unary_unary_rpc_method_handler(_check),
         "Watch": grpc.unary_stream_rpc_method_handler(_watch),
     }

@@ -45,9 +45,15 @@ def status_of(error: ApiError) -> grpc.StatusCode:
     return _STATUSES.get(error.status, grpc.StatusCode.INTERNAL)
 
 
+def message_of(error: ApiError) -> str:
+    """Clients know a lost lease by the text alone, so the two wordings of it are fixed."""
+    is_over = error.code == "LEASE_EXPIRED" and "does not match" not in error.message
+    return "Lease expired" if is_over else error.message
+
+
 def in_band(error: ApiError) -> pb.ErrorResponse:
     """The refusal of one request of ProcessJobs, whose stream goes on."""
-    return pb.ErrorResponse(code=_IN_BAND.get(error.code) or status_of(error).name, message=error.message)
+    return pb.ErrorResponse(code=_IN_BAND.get(error.code) or status_of(error).name, message=message_of(error))
 
 
 def refused(message: str) -> ApiError:
@@ -121,7 +127,7 @@ def job(row: Row) -> pb.Job:
         id=row["id"],
         organization_id=ORGANIZATION_ID,
         queue_name=row["queue_name"],
-        status=pb.JobStatus.Value(f"JOB_STATUS_{row['status'].upper()}"),
+        status=f"JOB_STATUS_{row['status'].upper()}",
         retry_count=row["retry_count"],
         max_retries=row["max_retries"],
         last_error=row["last_error"] or "",

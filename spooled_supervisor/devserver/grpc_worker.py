@@ -30,9 +30,7 @@ class WorkerService:
         self._workers = services.workers
 
     def register(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerResponse:
-        queue_name = values.matching(
-            values.name(request.queue_name, "queue_name"), "queue_name", REGISTERED_QUEUE_NAME
-        )
+        queue_name = values.matching(values.name(request.queue_name, "queue_name"), "queue_name", REGISTERED_QUEUE_NAME)
         hostname = values.matching(values.name(request.hostname, "hostname"), "hostname", HOSTNAME)
         worker_id = request.worker_id or str(uuid.uuid4())
         values.matching(values.name(worker_id, "worker_id", MAX_WORKER_ID), "worker_id", WORKER_ID)

@@ -1,4 +1,4 @@
-"""Makes `spooled_pb2.py`, `.pyi` and `spooled_pb2_grpc.py` from `spooled.proto`: `python -m spooled_supervisor.proto.generate`.
+"""Makes the modules `spooled_pb2` and `spooled_pb2_grpc` from `spooled.proto`; run it as a program.
 
 The tools come with grpcio-tools (extra `test`). Output differs between their versions, and code of a newer one does not
 run with an older protobuf, so the one in TOOLS is used: the oldest that the service's own SDK works with. Two things

@@ -32,7 +32,7 @@ from spooled_supervisor.telemetry.exchange import (
     json_response,
     read_request,
 )
-from spooled_supervisor.telemetry.logs import EventLog
+from spooled_supervisor.telemetry.logs import EventLog, StandardLog
 from spooled_supervisor.telemetry.metrics import Metrics
 from spooled_supervisor.telemetry.page import status_page
 from spooled_supervisor.telemetry.snapshot import Snapshot
@@ -50,7 +50,7 @@ class Endpoints:
     """Listens while it is entered. `routes` maps paths to functions; add to it freely, they must not block."""
 
     def __init__(
-        self, host: str, port: int, *, snapshot: Callable[[], Snapshot], metrics: Metrics, log: EventLog
+        self, host: str, port: int, *, snapshot: Callable[[], Snapshot], metrics: Metrics, log: EventLog | StandardLog
     ) -> None:
         self.port = port  # the real one while entered, also where 0 was asked for
         self.routes: dict[str, Route] = {
