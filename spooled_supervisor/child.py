@@ -186,8 +186,8 @@ class Child:
         for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, self._on_terminate)
-        for number in (ABORT_SIGNAL, STACK_SIGNAL):
-            faulthandler.unregister(number)  # else it believes that it is in place, whatever a handler has put there
+        for of_ours in (ABORT_SIGNAL, STACK_SIGNAL):
+            faulthandler.unregister(of_ours)  # else it believes that it is in place, whatever a handler has put there
         signal.signal(ABORT_SIGNAL, self._on_abort_signal)
         self._register_dumps()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -68,7 +68,7 @@ class ChildLink:
         *,
         born_at: float,
         on_message: Callable[[ChildLink, frames.FromChild], None],
-        on_broken: Callable[[ChildLink, str], None],
+        on_broken: Callable[[ChildLink, str, bool], None],
         on_exit: Callable[[ChildLink], None],
         on_line: Callable[[ChildLink, str], None],
         on_dropped: Callable[[ChildLink, int], None],
@@ -174,7 +174,7 @@ class ChildLink:
         """One read, so that no child can keep the loop from the others."""
         if self._read_once() is None:
             self._stop_reading()
-            self._on_broken(self, "it closed its report pipe")
+            self._on_broken(self, "it closed its report pipe", False)
 
     def drain_reports(self) -> None:
         """Take what a dead child has left in its report pipe."""
@@ -196,7 +196,7 @@ class ChildLink:
                 self._on_message(self, message)
         except ProtocolError as error:
             self._stop_reading()
-            self._on_broken(self, str(error))
+            self._on_broken(self, str(error), True)
         return len(data) or None
 
     def _stop_reading(self) -> None:

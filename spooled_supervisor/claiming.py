@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spooled_supervisor.api.gate import RateGate
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import Claim
 from spooled_supervisor.breaker import QueueBreaker
 from spooled_supervisor.config import ClaimConfig, QueueConfig
@@ -63,7 +63,7 @@ class Claimer:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         pool: Pool,
         queues: Sequence[QueueConfig],
         config: ClaimConfig,

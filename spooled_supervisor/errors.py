@@ -57,13 +57,16 @@ class ApiUnavailable(SupervisorError):
 
 
 class ApiRefused(SupervisorError):
-    """The service understood the request and said no; repeating it unchanged will not help."""
+    """The service understood the request and said no; repeating it unchanged will not help.
+
+    `status` is the HTTP status, or 0 where there is none: over gRPC `code` says all.
+    """
 
     def __init__(self, status: int, code: str, message: str) -> None:
         self.status = status
         self.code = code
         self.message = message
-        super().__init__(f"HTTP {status} {code}: {message}")
+        super().__init__(f"HTTP {status} {code}: {message}" if status else f"gRPC {code}: {message}")
 
 
 class CredentialsRefused(ApiRefused):

@@ -474,7 +474,7 @@ class OutboxRecovered(Event):
 
 @dataclass(frozen=True, slots=True)
 class ApiRequestFinished(Event):
-    """One HTTP request. `status` is the HTTP status, or `error` / `timeout`; never logged, only counted."""
+    """One request. `status`: the HTTP status (of gRPC the nearest), `error` or `timeout`. Counted, not logged."""
 
     level: ClassVar[int] = 0
     operation: str

@@ -213,7 +213,8 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
     except BaseException as error:
         if os.getpid() == pid:  # an app that forks at import must not answer twice
             text = str(error) if isinstance(error, AppError) else _app_error_text(settings.app, error)
-            send_packet(control, frames.encode_packet(frames.PreloadFailed(text[:8000])))
+            text = text[:8000].encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be sent
+            send_packet(control, frames.encode_packet(frames.PreloadFailed(text)))
         return 1
     if os.getpid() != pid:
         return 1

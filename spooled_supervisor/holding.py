@@ -8,12 +8,13 @@ does not depend on a child, and goes on while an outcome is on its way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from spooled_supervisor import events as ev
 from spooled_supervisor.api.gate import RateGate
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import Claim
 from spooled_supervisor.breaker import QueueBreaker
 from spooled_supervisor.childlink import Run
@@ -44,7 +45,7 @@ class Holder:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         pool: Pool,
         leases: LeaseBook,
         settler: Settler,
@@ -174,7 +175,7 @@ class Holder:
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
-    async def _settle(self, lease: Lease, outcome: Outcome, api: RestApi | None = None, *, tries: int = 0) -> None:
+    async def _settle(self, lease: Lease, outcome: Outcome, api: Service | None = None, *, tries: int = 0) -> None:
         await self._outbox.decide(lease.job, outcome, started_at=lease.started_at)
         if not await self._settler.settle(lease, outcome, api or self._api, tries=tries):
             self.given_up += 1
@@ -208,7 +209,8 @@ class Holder:
 
     def hold_again(self) -> None:
         """The outbox has got its file back: what is held now is not in it."""
-        self._outbox.hold([lease.job for lease in self._leases if lease.state is LeaseState.HELD])
+        held = [lease for lease in self._leases if lease.state is LeaseState.HELD]
+        self._outbox.hold([dataclasses.replace(lease.job, requested_at=lease.started_at) for lease in held])
 
     @property
     def held(self) -> int:

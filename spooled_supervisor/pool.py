@@ -45,8 +45,9 @@ LEAVE_LIMIT_S = 5.0
 FRAGILE_S = 1.0
 """A child that ends by itself, without a job, sooner than this after its hello counts as one that failed to boot."""
 BROKEN_LIMIT_S = 1.0
-"""How long a child may live on after its pipe broke: its exit, which says more, usually follows at once."""
+"""How long a child may live on after its pipe ended: its exit, which says more, usually follows at once."""
 CLOSE_LIMIT_S = 2.0
+CPUS = os.cpu_count() or 1
 MAX_TIMES_GIVEN = 3
 RECYCLE_JITTER = 0.1
 
@@ -518,7 +519,7 @@ class Pool:
         run = _run_of(child, answer.run)
         if run.started_at is None or (answer.result is None) == (answer.error is None):
             raise ProtocolError("an answer that is none")
-        run.cpu_s = answer.cpu_s
+        run.cpu_s = min(max(0.0, answer.cpu_s), (now() - run.started_at) * CPUS)  # it cannot have used more
         if answer.left_behind:
             self._events.emit(ev.LeftoversFound(run.job.id, child.slot, tuple(answer.left_behind)))
         _decide(run, _outcome(run, answer))
@@ -580,10 +581,16 @@ class Pool:
         job_id = None if child.run is None else child.run.job.id
         self._events.emit(ev.JobOutputDropped(job_id, child.slot, lines))
 
-    def _on_broken(self, child: ChildLink, why: str) -> None:
-        """Its pipe ended or made no sense. Usually its exit follows at once and says more; if not, it is killed."""
-        if child.state not in (ChildState.KILLED, ChildState.GONE):
-            child.broken = why
+    def _on_broken(self, child: ChildLink, why: str, makes_no_sense: bool) -> None:
+        """Its pipe has ended: usually its exit follows at once and says more. Or what it says makes no sense: then it
+        must get no other job, as nobody would hear that it has started it."""
+        if child.state in (ChildState.KILLED, ChildState.GONE):
+            return
+        child.broken = why
+        if makes_no_sense:
+            self._vacate(child)
+            self._loop.call_soon(self._kill_if_there, child)  # not now: it may be about to be buried
+        else:
             self._loop.call_later(BROKEN_LIMIT_S, self._kill_if_there, child)
 
     def _kill_if_there(self, child: ChildLink) -> None:
@@ -614,7 +621,7 @@ class Pool:
         child.close()
         if slot is not None and run is None and (was_booting or _is_fragile(child)):
             self._blame_boot(slot, child, cause, tail)
-        elif was_booting and child.kill_reason == "boot" and (place := self._place_of(child)) is not None:
+        elif was_booting and child.kill_reason in ("boot", "protocol") and (place := self._place_of(child)) is not None:
             self._blame_boot(place, child, cause, tail)
         if run is not None:
             self._bury(run, cause, tail)

@@ -7,11 +7,12 @@ Heartbeats go on during a drain, as the service takes the jobs of silent workers
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import HeartbeatAnswer
 from spooled_supervisor.config import WorkerConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
@@ -43,7 +44,7 @@ class Registration:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         worker: WorkerConfig,
         *,
         worker_id: str,
@@ -68,6 +69,8 @@ class Registration:
         self._alarm = Alarm()
         self._backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
         self._interval_s = INTERVAL_S
+        self._turn = asyncio.Lock()  # one request about our row at a time
+        self._is_leaving = False
         self.is_registered = False
         self.last_beat_at: float | None = None
 
@@ -79,18 +82,21 @@ class Registration:
     async def run(self) -> None:
         """Register, then beat every interval, for ever."""
         await self._alarm.wait_until(now() + jittered(0.05, 1.0))  # a fleet that starts together does not ask together
-        while True:
-            delay = await (self._beat() if self.is_registered else self._register())
+        while not self._is_leaving:
+            async with self._turn:
+                delay = await (self._beat() if self.is_registered else self._register())
             await self._alarm.wait_until(now() + delay)
 
     async def deregister(self, timeout_s: float) -> bool:
         """Leave the list; whether that worked (or there was nothing to leave). Never raises."""
-        if not self.is_registered:
-            return True
+        self._is_leaving = True
         try:
-            await self._api.deregister(timeout_s=timeout_s)
-        except (ApiUnavailable, ApiRefused) as error:
-            self._troubles.failed("deregister", str(error), None)
+            async with asyncio.timeout(timeout_s), self._turn:  # a heartbeat that arrived later would list us again
+                if not self.is_registered:
+                    return True
+                await self._api.deregister(timeout_s=timeout_s)
+        except (ApiUnavailable, ApiRefused, TimeoutError) as error:
+            self._troubles.failed("deregister", str(error) or "no answer", None)
             return False
         self.is_registered = False
         self._events.emit(WorkerDeregistered(self._worker_id))

@@ -143,6 +143,7 @@ class Supervisor:
         self._commands: Commands | None = None
         self._reload_trouble = ""
         self._unknown_commands: set[str] = set()
+        self._could_claim = False  # at the last tick
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -602,6 +603,9 @@ class Supervisor:
         self._look_at_pressure(at)
         if (limit := self._config.pool.child_memory_limit_bytes) is not None:
             self._pool.kill_if_above(limit)
+        could_claim, self._could_claim = self._could_claim, self._may_claim()
+        if self._could_claim and not could_claim:  # the outbox has room again, which nobody else tells the claimer
+            self._claimer.wake()
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is not None and at - self._pinged_at >= interval_s / 2:
             self._pinged_at = at

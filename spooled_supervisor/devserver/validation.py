@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from spooled_supervisor.devserver.errors import ApiError, invalid_json
 
@@ -246,10 +246,13 @@ async def _read_body(request: Request) -> bytes:
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise _too_large()
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise _too_large()
+    except ClientDisconnect:
+        raise ApiError(400, "The request ended before its body did") from None  # nobody reads it; no traceback either
     return bytes(body)
 
 

@@ -1,13 +1,12 @@
 """The real daemon, the real server and the proxy between them, and the hands that do the blows of a schedule.
 
-The daemon is started again whenever it has ended, as a service manager does. What jobs really did is in the ledger, what
-the service knows in its history; `verdict.py` compares the two.
+The daemon is started again whenever it has ended, as a service manager does. What jobs really did is in the ledger,
+what the service knows in its history; `verdict.py` compares the two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import resource
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.proxy import FaultProxy
 from tests.chaos.schedule import KINDS
@@ -37,11 +37,33 @@ OPTIONS = (
 )
 
 
-def start_daemon(
-    app: str, *, url: str, api_key: str, state_dir: Path, ledger: Path, procs: int, options: Sequence[str] = ()
+@contextlib.contextmanager
+def start_daemon(app: str, **settings: Any) -> Iterator[Daemon]:
+    """As `launch`; at the end nothing of it is left, however it went."""
+    worker = launch(app, **settings)
+    try:
+        yield worker
+        worker.assert_no_traceback()
+    finally:
+        worker.clean_up()
+
+
+def launch(
+    app: str,
+    *,
+    url: str,
+    api_key: str,
+    state_dir: Path,
+    ledger: Path,
+    procs: int,
+    options: Sequence[str] = (),
+    patch: str = "",
 ) -> Daemon:
-    """A daemon that is stopped by whoever started it: its end is a part of the play."""
+    """A daemon that is stopped by whoever launched it: its end is a part of the play. `patch` is run before it begins,
+    and makes a limit short that would take too long."""
     line = support.command_line(app, url=url, procs=procs, state_dir=state_dir, options=options)
+    if patch:
+        line[1:3] = ["-c", f"{patch}\nfrom spooled_supervisor.cli import main; main()"]
     process = subprocess.Popen(
         [sys.executable, "-ISc", support._DYING_WITH_PARENT, *line],
         stdin=subprocess.DEVNULL,
@@ -77,11 +99,9 @@ class Disk:
             fd = os.open(self.path / "ballast", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             with contextlib.closing(os.fdopen(fd, "wb", buffering=0)) as ballast:
                 for size in (65536, 4096, 1):
-                    try:
+                    with contextlib.suppress(OSError):  # ENOSPC, in the end
                         while True:
                             ballast.write(b"x" * size)
-                    except OSError as error:
-                        assert error.errno == errno.ENOSPC, error
 
     def free(self, pid: int) -> None:
         self.is_full = False
@@ -120,7 +140,7 @@ class Stage:
 
     def _start(self) -> None:
         self.daemons.append(
-            start_daemon(
+            launch(
                 "kinds",
                 url=self.proxy.url,
                 api_key=self.server.api_key,
@@ -130,6 +150,11 @@ class Stage:
                 options=OPTIONS,
             )
         )
+
+    def is_working(self) -> bool:
+        """Whether it has a child that is ready; started again if it has ended."""
+        self.keep_running()
+        return bool(self.daemon.events("supervisor_started"))
 
     def keep_running(self) -> None:
         """Start it again if it has ended; it must have ended for a reason of ours."""
@@ -154,9 +179,7 @@ class Stage:
     def make_job(self, kind: str) -> str:
         retries = {"crash": 3, "raise": 1, "stuck": 1}.get(kind, GOOD_RETRIES)
         timeout_s = 1 if kind == "stuck" else 30
-        job_id = self.server.client.create(
-            QUEUE, {"kind": kind}, max_retries=retries, timeout_seconds=timeout_s
-        )
+        job_id = self.server.client.create(QUEUE, {"kind": kind}, max_retries=retries, timeout_seconds=timeout_s)
         self.kinds[job_id] = kind
         return job_id
 

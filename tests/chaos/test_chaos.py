@@ -1,7 +1,7 @@
 """Everything goes wrong at once, and afterwards nothing is lost, nothing was done twice, nothing is left.
 
-    CHAOS_SEED=4711 pytest tests/chaos        # one schedule again
-    CHAOS_SECONDS=600 pytest tests/chaos      # longer ones
+CHAOS_SEED=4711 pytest tests/chaos        # one schedule again
+CHAOS_SECONDS=600 pytest tests/chaos      # longer ones
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.chaos.schedule import make_schedule
 from tests.chaos.stage import PROCS, stage
 from tests.support.daemon import processes_of, wait_until
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "12"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "10"))
 SEEDS = (
     [int(os.environ["CHAOS_SEED"])]
     if "CHAOS_SEED" in os.environ
@@ -28,13 +29,17 @@ SEEDS = (
 TAIL_S = 90.0
 
 
+def tell(*lines: object) -> None:
+    """Shown with a failure, or with -s."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
 @pytest.mark.timeout(SECONDS * 2 + 2 * TAIL_S)
 @pytest.mark.parametrize("number", range(len(SEEDS)))
 def test_nothing_is_lost_and_nothing_runs_twice(number: int, tmp_path: Path) -> None:
     seed = SEEDS[number]
     schedule = make_schedule(seed, SECONDS)
-    print(f"\nCHAOS_SEED={seed} CHAOS_SECONDS={SECONDS:g} repeats this schedule:")
-    print("\n".join(map(str, schedule)))
+    tell(f"\nCHAOS_SEED={seed} CHAOS_SECONDS={SECONDS:g} repeats this schedule:", *schedule)
     wall_of_zero = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     with stage(tmp_path) as play:
         began_at = time.monotonic()
@@ -48,7 +53,7 @@ def test_nothing_is_lost_and_nothing_runs_twice(number: int, tmp_path: Path) -> 
         play.wait_until_all_is_over(TAIL_S)
 
         # Every slot works again.
-        wait_until(lambda: play.keep_running() or play.daemon.events("supervisor_started"), "the daemon runs")
+        wait_until(play.is_working, "the daemon works")
         mark = play.daemon.mark()
         probes = [play.make_job("probe") for _ in range(8 * PROCS)]
         play.wait_until_all_is_over(TAIL_S)
@@ -68,7 +73,7 @@ def test_nothing_is_lost_and_nothing_runs_twice(number: int, tmp_path: Path) -> 
         jobs, histories = verdict.ask_server(play.server.client, list(play.kinds))
         refused = [job_id for job_id, job in jobs.items() if (job["last_error"] or "").startswith(verdict.REFUSED)]
         runs = sum(line["what"] == "start" for line in lines)
-        print(f"{len(jobs)} jobs, {runs} executions, {len(play.daemons)} daemons, {len(refused)} refused")
+        tell(f"{len(jobs)} jobs, {runs} executions, {len(play.daemons)} daemons, {len(refused)} refused")
         assert not verdict.overlaps(lines)
         assert not verdict.unfit_ends(play.kinds, jobs)
         assert not verdict.doubled_outcomes(histories)

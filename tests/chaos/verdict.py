@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def overlaps(lines: list[dict[str, Any]]) -> list[str]:
     found = []
     for job, runs in spans.items():
         ordered = sorted((min(times), max(times), pid) for (pid, _), times in runs.items())
-        for (_, end, pid), (start, _, other) in zip(ordered, ordered[1:], strict=False):
+        for (_, end, pid), (start, _, other) in pairwise(ordered):
             if start < end:
                 found.append(f"job {job}: pid {pid} until {end:.3f}, pid {other} from {start:.3f}")
     return found
@@ -69,7 +70,9 @@ def doubled_outcomes(histories: dict[str, list[str]]) -> list[str]:
     return found
 
 
-def successes_without_a_run(kinds: dict[str, str], jobs: dict[str, dict[str, Any]], lines: list[dict[str, Any]]) -> list[str]:
+def successes_without_a_run(
+    kinds: dict[str, str], jobs: dict[str, dict[str, Any]], lines: list[dict[str, Any]]
+) -> list[str]:
     """Jobs that the service believes done and that nobody has done."""
     ended = {line["job"] for line in lines if line["what"] == "end"}
     return [job_id for job_id in kinds if jobs[job_id]["status"] == "completed" and job_id not in ended]
@@ -85,7 +88,9 @@ def runs_after_success(jobs: dict[str, dict[str, Any]], lines: list[dict[str, An
         if line["what"] == "start" and job["status"] == "completed":
             completed = datetime.fromisoformat(job["completed_at"]).timestamp()
             if wall_of_zero + line["at"] > completed + 0.002:
-                found.append(f"job {line['job']} was begun {wall_of_zero + line['at'] - completed:.3f} s after its success")
+                found.append(
+                    f"job {line['job']} was begun {wall_of_zero + line['at'] - completed:.3f} s after its success"
+                )
     return found
 
 

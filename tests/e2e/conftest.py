@@ -49,7 +49,13 @@ class Site:
         return daemon(app, url=self.server.url, options=[*named, *options], env=own, **more)
 
     def add(
-        self, mode: str, *, queue: str = "q", max_retries: int = 0, fields: Mapping[str, Any] | None = None, **payload: Any
+        self,
+        mode: str,
+        *,
+        queue: str = "q",
+        max_retries: int = 0,
+        fields: Mapping[str, Any] | None = None,
+        **payload: Any,
     ) -> str:
         """Make a job with this mode and these payload entries; `fields` are fields of the job itself."""
         body = {"mode": mode, **payload}

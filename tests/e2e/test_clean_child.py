@@ -73,12 +73,13 @@ class Slot:
         job_id = self.client.create("look", {"n": n, "seconds": seconds}, max_retries=0)
         job = self.client.wait_for(job_id, "completed", "deadletter")
         assert job["status"] == "completed", job["last_error"]
-        said = {
-            event["message"] for event in self.worker.events("job_logged", job_id=job_id)
-        }
         wanted = {f"looking around {n}", f"and by stderr {n}", f"on the raw descriptor {n}", f"by logging {n}"}
-        assert said == wanted
+        wait_until(lambda: self.said(job_id) == wanted, f"the log has {wanted}")
         return dict(job["result"])
+
+    def said(self, job_id: str) -> set[str]:
+        """What stands in the log for this job."""
+        return {event["message"] for event in self.worker.events("job_logged", job_id=job_id)}
 
     def litter(self, what: str) -> int:
         job_id = self.client.create("litter", {"what": what}, max_retries=0)

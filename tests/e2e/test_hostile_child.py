@@ -15,6 +15,7 @@ from types import TracebackType
 
 import pytest
 
+from tests.chaos.stage import start_daemon
 from tests.support.daemon import Daemon, daemon
 from tests.support.devserver import DevServer, Producer, dev_server
 
@@ -50,7 +51,12 @@ COSTS_THE_CHILD = (
 """The job is failed as crashed, once."""
 ENDS_BY_ITS_LIMIT = ("half_frame",)
 """Nothing is wrong with what came so far."""
-IS_TAKEN_AT_ITS_WORD = ("answered_twice", "answered_twice_at_once", "answered_and_stayed", "endless_cpu", "negative_cpu")
+IS_TAKEN_AT_ITS_WORD = (
+    "answered_twice",
+    "answered_twice_at_once",
+    "endless_cpu",
+    "negative_cpu",
+)
 """A child may say what its own job's result is."""
 IS_NO_RESULT = ("no_json", "not_a_number")
 DOES_NO_HARM = ("odd_progress", "odd_words", "flood_of_logs", "flood_of_progress")
@@ -62,6 +68,7 @@ class Pulse:
 
     worker: Daemon
     longest_s: float = 0.0
+    error: BaseException | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Pulse:
@@ -73,12 +80,16 @@ class Pulse:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._stop.set()
         self._thread.join()
+        assert self.error is None, repr(self.error)
 
     def _ask(self) -> None:
-        while not self._stop.wait(0.05):
-            asked_at = time.monotonic()
-            assert self.worker.get("/livez").status_code == 200
-            self.longest_s = max(self.longest_s, time.monotonic() - asked_at)
+        try:
+            while not self._stop.wait(0.05):
+                asked_at = time.monotonic()
+                assert self.worker.get("/livez")[0] == 200
+                self.longest_s = max(self.longest_s, time.monotonic() - asked_at)
+        except BaseException as error:
+            self.error = error
 
 
 @pytest.fixture(scope="module")
@@ -111,24 +122,29 @@ def rss(worker: Daemon) -> int:
 def attack(client: Producer, worker: Daemon, name: str) -> tuple[str, str]:
     """Status and error of the hostile job. Everybody else is well, during and after it."""
     before = rss(worker)
-    bystander = client.create("plain", {"n": 1, "seconds": 1.0}, max_retries=0)
+    bystander = client.create("plain", {"n": 1, "seconds": 0.5}, max_retries=0)
     worker.ledger.wait_for("start", job=bystander)
     with Pulse(worker) as pulse:
         hostile = client.create("hostile", {"attack": name}, max_retries=0, timeout_seconds=6)
         worker.ledger.wait_for("start", job=hostile)
         # They wait for a child to be free: the hostile one must not get any of them.
-        after = [client.create("plain", {"n": n, "seconds": 0.02}, max_retries=0) for n in range(6 * PROCS)]
+        after = [client.create("plain", {"n": n, "seconds": 0.02}, max_retries=0) for n in range(4 * PROCS)]
         job = client.wait_for(hostile, "completed", "deadletter", timeout_s=20.0)
-        for job_id in (bystander, *after):
+        # Both slots are back: these two run at the same time.
+        pair = [client.create("plain", {"n": n, "seconds": 0.3}, max_retries=0) for n in range(PROCS)]
+        for job_id in (bystander, *after, *pair):
             done = client.wait_for(job_id, "completed", "deadletter", timeout_s=20.0)
             assert done["status"] == "completed", done["last_error"]
             assert worker.ledger.runs(job_id) == 1, "a job of somebody else was run twice"
     assert pulse.longest_s < MAX_STANDSTILL_S
     assert rss(worker) - before < MAX_GROWTH_BYTES
+    assert len({worker.ledger.entries(job=job_id)[0]["run"] for job_id in pair}) == PROCS
     worker.assert_no_traceback()
     facts = [event["event_type"] for event in client.history(hostile)]
     assert facts == ["created", "claimed", job["status"] if job["status"] == "completed" else "failed"]
-    assert len({entry["run"] for job_id in after for entry in worker.ledger.entries(job=job_id)}) >= PROCS
+    client.wait_for(
+        client.create("hostile", {"attack": "nothing"}), "completed"
+    )  # else the queue is left alone a while
     return job["status"], job["last_error"] or ""
 
 
@@ -162,3 +178,27 @@ def test_odd_words_and_too_many_of_them_do_no_harm(client: Producer, worker: Dae
     status, error = attack(client, worker, name)
     assert (status, error) == ("completed", "")
     assert not worker.events("made up")
+
+
+def test_a_child_that_answers_and_goes_on_keeps_a_job_only_until_it_counts_as_not_started(tmp_path: Path) -> None:
+    """A made-up answer looks like a true one. The next job waits in its pipe, and then goes to another child."""
+    patch = "import spooled_supervisor.pool as pool; pool.START_LIMIT_S = 1.0"
+    with (
+        dev_server() as server,
+        start_daemon(
+            "hostile",
+            url=server.url,
+            api_key=server.api_key,
+            state_dir=tmp_path / "state",
+            ledger=tmp_path / "ledger",
+            procs=1,
+            patch=patch,
+        ) as worker,
+    ):
+        hostile = server.client.create("hostile", {"attack": "answered_and_stayed"}, max_retries=0)
+        server.client.wait_for(hostile, "completed")
+        next_one = server.client.create("plain", {"n": 1}, max_retries=0)
+        server.client.wait_for(next_one, "completed")
+        assert worker.ledger.runs(next_one) == 1
+        worker.wait_for_event("child_killed", reason="unresponsive")
+        assert worker.stop() == 0

@@ -70,7 +70,8 @@ def test_ordinary_exception_names_the_place(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "text"), [(None, "SystemExit"), (0, "SystemExit"), (3, "SystemExit: 3"), ("no space", "SystemExit: no space")]
+    ("argument", "text"),
+    [(None, "SystemExit"), (0, "SystemExit"), (3, "SystemExit: 3"), ("no space", "SystemExit: no space")],
 )
 def test_sys_exit_is_a_failure_and_never_success(bench: Bench, argument: object, text: str) -> None:
     assert bench.error("sys_exit", argument=argument).startswith(text)

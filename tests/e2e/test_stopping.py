@@ -379,7 +379,9 @@ def test_ctrl_c_in_a_terminal_drains(site: Site) -> None:
     primary, secondary = os.openpty()
     try:
         popen = {"stdin": secondary, "start_new_session": True}
-        claim_terminal = "import fcntl,os,sys,termios; fcntl.ioctl(0, termios.TIOCSCTTY, 1); os.execvp(sys.argv[1], sys.argv[1:])"
+        claim_terminal = (
+            "import fcntl,os,sys,termios; fcntl.ioctl(0, termios.TIOCSCTTY, 1); os.execvp(sys.argv[1], sys.argv[1:])"
+        )
         with site.worker(popen=popen, wrap=["python3", "-c", claim_terminal]) as worker:
             job_id = site.add("spin", seconds=1.0)
             worker.ledger.wait_for("start", job=job_id)
@@ -407,8 +409,7 @@ def test_stop_and_continue_claims_nothing_while_quiet(stub: StubApi) -> None:
         assert len(stub.of("claim")) <= asked + 1, "one may have been on its way"
         stub.wait_for("heartbeat")
         worker.signal(signal.SIGCONT)
-        stub.wait_for("complete")
-        assert job_id in stub.completed
+        wait_until(lambda: job_id in stub.completed, "the job")
 
 
 # --- signals to one child ------------------------------------------------------------------------------------------

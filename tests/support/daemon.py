@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -142,7 +143,7 @@ class Ledger:
             if "job" in entry:
                 by_run.setdefault((entry["job"], entry["run"]), []).append(entry["at"])
         spans = sorted((job, min(times), max(times)) for (job, _), times in by_run.items())
-        for (job, _, end), (other, start, _) in zip(spans, spans[1:], strict=False):
+        for (job, _, end), (other, start, _) in itertools.pairwise(spans):
             assert job != other or end <= start, f"job {job} ran twice at once: until {end}, and from {start} on"
 
 

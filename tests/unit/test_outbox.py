@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sqlite3
 import stat
@@ -147,7 +146,9 @@ def test_a_lease_ends_after_its_last_renewal_for_the_next_life_too(box: Outbox, 
     assert found.end == pytest.approx(job.requested_at + 40.0)
 
 
-def test_after_a_reboot_the_wall_clock_tells_how_old_a_lease_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_reboot_the_wall_clock_tells_how_old_a_lease_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "boot_id", lambda: "an earlier boot")
     with open_box(tmp_path) as box:
         box.hold([make_job(requested_at=timing.now() - 20.0, lease_duration_s=30.0)])
@@ -228,7 +229,9 @@ def test_the_age_is_that_of_the_oldest_outcome(tmp_path: Path, monkeypatch: pyte
 # --- bad files ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096], ids=["text", "header"])
+@pytest.mark.parametrize(
+    "content", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096], ids=["text", "header"]
+)
 def test_a_file_that_is_no_database_is_put_aside_and_told(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
     (tmp_path / f"{FILE_NAME}-wal").write_bytes(b"nor this")
@@ -331,7 +334,9 @@ def test_a_full_disk_means_memory_only_until_there_is_room_again(
         run(main(box))
 
 
-def test_a_directory_that_vanishes_is_a_problem_and_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_vanishes_is_a_problem_and_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A big outcome and a checkpoint open the file anew, in a thread."""
     clock = fake_time(monkeypatch, module)
     directory = tmp_path / "state"
@@ -394,16 +399,18 @@ def test_an_outcome_that_was_decided_while_there_was_no_disk_is_kept_once_there_
 def test_the_log_is_moved_into_the_database_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = fake_time(monkeypatch, module)
 
+    log = tmp_path / f"{FILE_NAME}-wal"
+
     async def main(box: Outbox) -> None:
-        box.hold([make_job(str(n)) for n in range(1000)])
-        assert os.path.getsize(tmp_path / f"{FILE_NAME}-wal") > 50_000
         clock.advance(module.CHECKPOINT_INTERVAL_S)
         box.tick(clock())
         await asyncio.get_running_loop().shutdown_default_executor()
 
     with open_box(tmp_path) as box:
+        box.hold([make_job(str(n)) for n in range(1000)])
+        assert log.stat().st_size > 50_000
         run(main(box))
-        assert os.path.getsize(tmp_path / f"{FILE_NAME}-wal") == 0
+        assert log.stat().st_size == 0
 
 
 def test_evidence_against_poison_jobs_is_kept_for_so_many_and_so_long(

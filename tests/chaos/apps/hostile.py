@@ -90,6 +90,11 @@ def for_ever() -> None:
         time.sleep(0.01)
 
 
+@attack
+def nothing(fd: int, run: int) -> str:
+    return "done"
+
+
 # --- bytes that are no frames ---------------------------------------------------------------------------------------
 
 
@@ -319,4 +324,3 @@ def flood_from_threads(fd: int, run: int) -> str:
     for thread in threads:
         thread.join()
     return "done"
-

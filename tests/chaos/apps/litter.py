@@ -2,9 +2,11 @@
 
 `litter` runs the function that `payload["what"]` names; `look` tells everything that a process has only once.
 """
+# ruff: noqa: B003, SIM115, T201  # it prints, leaves files open and spoils the environment on purpose
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import gc
 import io
@@ -18,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import _thread
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,7 @@ def look(ctx: JobContext) -> Any:
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "affinity": sorted(os.sched_getaffinity(0)),
         "streams": [stream is not None and not stream.closed for stream in (sys.stdin, sys.stdout, sys.stderr)],
-        "std": ["%d:%d" % os.fstat(fd)[:3:2] if os.path.exists(f"/proc/self/fd/{fd}") else None for fd in (0,)],
+        "std": [os.fstat(0).st_dev, os.fstat(0).st_ino],
         "stdin": os.read(0, 10).decode(),
         "threads": len(os.listdir("/proc/self/task")),
         "logging": logging.root.manager.disable,
@@ -199,7 +200,7 @@ def memory_limit() -> None:
 
 @thing
 def streams_none() -> None:
-    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    sys.stdin = sys.stdout = sys.stderr = None
 
 
 @thing
@@ -288,6 +289,9 @@ def double_fork() -> None:
             os.execv("/bin/sleep", ["sleep", "100"])
         os._exit(0)
     os.waitpid(pid, 0)
+    me = f"/proc/self/task/{os.getpid()}/children"
+    while "sleep" not in [open(f"/proc/{child}/comm").read().strip() for child in open(me).read().split()]:
+        time.sleep(0.002)  # until it is the program
 
 
 @thing
@@ -327,7 +331,12 @@ def daemon_thread() -> None:
 @thing
 def raw_thread() -> None:
     runs = threading.Event()
-    _thread.start_new_thread(lambda: (runs.set(), time.sleep(300)), ())
+
+    def sleep() -> None:
+        runs.set()
+        time.sleep(300)
+
+    _thread.start_new_thread(sleep, ())
     runs.wait()
 
 

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from spooled_supervisor import App, JobAborted, JobContext, NonRetryableError
@@ -228,7 +229,7 @@ def raise_(ctx: JobContext, run: Run) -> NoReturn:
 
 @mode
 def raise_odd(ctx: JobContext, run: Run) -> NoReturn:
-    raise {
+    errors: dict[str, Callable[[], BaseException]] = {
         "own": lambda: Own("mine"),
         "own-base": lambda: OwnBase("mine"),
         "keyboard-interrupt": KeyboardInterrupt,
@@ -249,7 +250,8 @@ def raise_odd(ctx: JobContext, run: Run) -> NoReturn:
         "memory": MemoryError,
         "non-retryable": lambda: NonRetryableError("never again"),
         "forged-abort": lambda: JobAborted("shutdown"),
-    }[ctx.payload["what"]]()
+    }
+    raise errors[ctx.payload["what"]]()
 
 
 @mode
@@ -270,7 +272,7 @@ def recursion(ctx: JobContext, run: Run) -> Any:
 @mode
 def out_of_memory(ctx: JobContext, run: Run) -> Any:
     """MemoryError under a limit of our own."""
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
     try:
         return len(bytearray(1 << 30))
@@ -441,7 +443,7 @@ def c_call(ctx: JobContext, run: Run) -> Any:
 def lock_signals(ctx: JobContext, run: Run) -> Any:
     """What a handler's process and the programs that it starts have blocked and ignored."""
     child = subprocess.run(["/bin/cat", "/proc/self/status"], check=True, capture_output=True, text=True).stdout
-    return {"own": masks(open("/proc/self/status").read()), "program": masks(child)}
+    return {"own": masks(Path("/proc/self/status").read_text()), "program": masks(child)}
 
 
 def masks(status: str) -> dict[str, str]:
@@ -666,7 +668,7 @@ def vandal(ctx: JobContext, run: Run) -> Any:
     os.rmdir(folder)
     os.environ.clear()
     os.umask(0o777)
-    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    sys.stdout = sys.stderr = None
     logging.disable(50)
     resource.setrlimit(resource.RLIMIT_NOFILE, (8, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return "done"
@@ -692,7 +694,7 @@ def damage(ctx: JobContext, run: Run) -> Any:
             json.dumps = json.loads = None  # type: ignore[assignment]
             sys.modules["json"] = None  # type: ignore[assignment]
         case "streams":
-            sys.stdout = sys.stderr = None  # type: ignore[assignment]
+            sys.stdout = sys.stderr = None
         case "closed-streams":
             sys.stdout.close()
             sys.stderr.close()
@@ -739,7 +741,7 @@ def look(ctx: JobContext, run: Run) -> Any:
         "sid": os.getsid(0),
         "pgid": os.getpgid(0),
         "nice": os.nice(0),
-        "oom_score_adj": int(open("/proc/self/oom_score_adj").read()),
+        "oom_score_adj": int(Path("/proc/self/oom_score_adj").read_text()),
         "cwd": os.getcwd(),
         "fds": links(),
         "program_fds": json.loads(
@@ -753,7 +755,7 @@ def look(ctx: JobContext, run: Run) -> Any:
         ),
         "environ": dict(os.environ),
         "argv": sys.argv,
-        "cmdline": open("/proc/self/cmdline").read(),
+        "cmdline": Path("/proc/self/cmdline").read_text(),
         "threads": threading.active_count(),
         "modules": sorted(set(sys.modules)),
         "random": [random.random(), RANDOM_AT_IMPORT],
@@ -887,6 +889,6 @@ async def async_exit(ctx: JobContext, run: Run) -> Any:
 
 @async_mode
 async def async_cooperative(ctx: JobContext, run: Run) -> Any:
-    while not ctx.signal.aborted:
+    while not ctx.signal.aborted:  # noqa: ASYNC110 # as a handler's author may write it
         await asyncio.sleep(0.01)
     return {"reason": ctx.signal.reason}

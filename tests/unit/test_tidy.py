@@ -1,0 +1,169 @@
+"""The baseline of a child puts back what a handler has changed. What only a process of its own can show is in
+`tests/e2e/test_clean_child.py`; here is what this process can stand."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spooled_supervisor import tidy
+from spooled_supervisor.tidy import MAX_NEW_FDS, Baseline
+
+
+class Signals:
+    """How often our own handling had to be installed again."""
+
+    def __init__(self) -> None:
+        self.installed = 0
+
+    def __call__(self) -> None:
+        self.installed += 1
+
+
+@pytest.fixture
+def signals() -> Signals:
+    return Signals()
+
+
+@pytest.fixture
+def baseline(signals: Signals) -> Iterator[Baseline]:
+    made = Baseline(on_signals_lost=signals, kill_leftovers=True)
+    yield made
+    for _, copy in made._std.values():
+        os.close(copy)
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def change_directory() -> None:
+    os.chdir("/")
+
+
+def clear_environment() -> None:
+    os.environ.clear()
+    os.environ["NEW"] = "yes"
+
+
+def replace_streams() -> None:
+    sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), None
+
+
+def lower_a_soft_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+
+
+def block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGRTMIN + 3})
+
+
+LOOKS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "cwd": (change_directory, os.getcwd),
+    "umask": (lambda: os.umask(0o777), umask),
+    "environ": (clear_environment, environ),
+    "streams": (replace_streams, lambda: (sys.stdin, sys.stdout, sys.stderr)),
+    "timer": (lambda: signal.setitimer(signal.ITIMER_REAL, 600), lambda: signal.getitimer(signal.ITIMER_REAL)),
+    "handler": (lambda: signal.signal(signal.SIGUSR1, print), lambda: signal.getsignal(signal.SIGUSR1)),
+    "mask": (block_signals, lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "limit": (lower_a_soft_limit, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "recursion": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
+    "gc": (gc.disable, gc.isenabled),
+    "logging": (lambda: logging.disable(50), lambda: logging.root.manager.disable),
+    "socket": (lambda: socket.setdefaulttimeout(0.1), socket.getdefaulttimeout),
+    "profile": (lambda: sys.setprofile(lambda *_: None), sys.getprofile),
+}
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_it_is_put_back(baseline: Baseline, what: str) -> None:
+    change, look = LOOKS[what]
+    before = look()
+    change()
+    changed = look()
+    unfit = baseline.restore()
+    after = look()
+    assert changed != before
+    assert after == before
+    assert unfit is None
+
+
+def test_where_nothing_has_changed_nothing_is_done(baseline: Baseline, signals: Signals) -> None:
+    assert baseline.restore() is None
+    assert signals.installed == 0
+
+
+def test_a_replaced_signal_handler_has_ours_installed_again(baseline: Baseline, signals: Signals) -> None:
+    signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN)
+    assert baseline.restore() is None
+    assert signals.installed == 1
+
+
+def test_a_removed_directory_is_left(baseline: Baseline, tmp_path: Path) -> None:
+    before = os.getcwd()
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+    assert baseline.restore() is None
+    assert os.getcwd() == before
+
+
+def test_a_thread_that_lives_on_makes_the_child_unfit(baseline: Baseline) -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert baseline.restore() == "thread"
+    end.set()
+    thread.join()
+    assert baseline.restore() is None
+
+
+def test_threads_of_the_shared_event_loop_are_the_childs_own(baseline: Baseline) -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name=f"{tidy.LOOP_THREADS}0")
+    thread.start()
+    unfit = baseline.restore()
+    end.set()
+    thread.join()
+    assert unfit is None
+
+
+@pytest.mark.parametrize(("count", "unfit"), [(5, None), (2 * MAX_NEW_FDS, "descriptors")])
+def test_a_few_open_descriptors_are_fine_and_many_are_not(baseline: Baseline, count: int, unfit: str | None) -> None:
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    found = baseline.restore()
+    for fd in fds:
+        os.close(fd)
+    assert found == unfit
+
+
+def test_what_cannot_even_be_looked_at_makes_the_child_unfit(
+    baseline: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getcwd", None)
+        unfit = baseline.restore()
+    assert unfit == "restore_surroundings failed: TypeError"
+
+
+def test_without_children_nothing_is_cleared(baseline: Baseline) -> None:
+    assert baseline.clear_leftovers() is tidy.NOTHING_LEFT
