@@ -12,7 +12,7 @@ import os
 import secrets
 
 from spooled_supervisor import family, timing
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.transports import make_api
 from spooled_supervisor.config import Config
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError
 from spooled_supervisor.events import Events
@@ -55,15 +55,9 @@ def online_problems(config: Config) -> list[str]:
 
 async def _try_key(config: Config) -> list[str]:
     stranger = f"check-{secrets.token_hex(8)}"
-    api = RestApi(
-        base_url=config.api.url,
-        api_key=config.api.key.reveal,
-        worker_id=stranger,
-        events=Events(),
-        ca_file=config.api.ca_file,
-    )
+    address = config.api.url if config.api.transport == "rest" else config.api.grpc_address
     try:
-        async with api:
+        async with make_api(config.api, config.api.key.reveal, stranger, Events()) as api:
             await api.heartbeat(
                 status="healthy",
                 current_jobs=0,
@@ -73,7 +67,7 @@ async def _try_key(config: Config) -> list[str]:
                 timeout_s=ONLINE_LIMIT_S,
             )
     except (ApiUnavailable, ApiRefused) as error:
-        return [f"{config.api.url}: {error}"]
+        return [f"{address}: {error}"]
     return []
 
 

@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,6 +98,7 @@ class ApiConfig:
     transport: str = default_of("transport")
     grpc_address: str = default_of("grpc_address")
     ca_file: Path | None = None
+    uses_grpc: bool = False  # the transport is gRPC, or an address was given, for final failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,13 @@ class _Draft:
         ca_file = _absolute(value["ca_file"], self._env) if value["ca_file"] else None
         if ca_file:
             _check_certificates(ca_file, self._settings["ca_file"], self._problems)
-        return ApiConfig(value["api_url"], key, key_file, value["transport"], value["grpc_address"], ca_file)
+        wanted = [self._settings[name] for name in ("transport", "grpc_address") if name in self._settings]
+        if value["transport"] == "rest":
+            wanted = [setting for setting in wanted if setting is self._settings.get("grpc_address")]
+        _check_grpc(wanted, self._problems)
+        return ApiConfig(
+            value["api_url"], key, key_file, value["transport"], value["grpc_address"], ca_file, bool(wanted)
+        )
 
     def _worker(self) -> WorkerConfig:
         value = self._values
@@ -384,6 +392,15 @@ def _find_api_key(
 def _read_key(path: Path) -> str:
     with open(path, "rb") as file:
         return file.read(2 * KEY_LIMIT_BYTES).decode("ascii", errors="replace")
+
+
+def _check_grpc(wanted: Sequence[Setting], problems: Problems) -> None:
+    """Whether what gRPC needs is installed, where one of these settings asks for it."""
+    if wanted and not all(find_spec(package) for package in ("grpc", "google")):
+        problems.add(
+            f"{wanted[0].where}: gRPC is not installed; pip install 'spooled-supervisor[grpc]'",
+            is_usage=wanted[0].is_flag,
+        )
 
 
 def _check_certificates(path: Path, setting: Setting, problems: Problems) -> None:

@@ -38,10 +38,16 @@ def run_status(argv: Sequence[str], env: Mapping[str, str]) -> int:
         answer = ask(path, {"command": "status"}, timeout_s=ANSWER_LIMIT_S)
         snapshot = answer.get("status")
         if not isinstance(snapshot, dict):
-            raise ValueError(f"{path}: {answer.get('text', 'an answer without sense')}")
+            raise ValueError(str(answer.get("text", "an answer without sense")))
         return snapshot
 
-    return statusview.show(fetch, watch=flags.watch, as_json=flags.json, stream=sys.stdout)
+    try:
+        first = [fetch()]
+    except (OSError, ValueError) as error:
+        return _complain(path, error)
+    return statusview.show(
+        lambda: first.pop() if first else fetch(), watch=flags.watch, as_json=flags.json, stream=sys.stdout
+    )
 
 
 def run_ctl(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -52,8 +58,7 @@ def run_ctl(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         answer = ask(path, _request(flags), timeout_s=limit_s)
     except (OSError, ValueError) as error:
-        print(f"spooled-supervisor: {path}: {_why(error)}", file=sys.stderr)
-        return EX_UNAVAILABLE
+        return _complain(path, error)
     is_ok = answer.get("ok") is True
     print(answer.get("text", ""), file=sys.stdout if is_ok else sys.stderr)
     return EX_OK if is_ok else EX_FAILURE
@@ -98,6 +103,11 @@ def _socket(flags: argparse.Namespace, env: Mapping[str, str]) -> Path:
         )
     found = "".join(f"\n  --control-socket {path}" for path in paths)
     raise ConfigError(f"several supervisors were found; say which one is meant:{found}", exit_code=EX_USAGE)
+
+
+def _complain(path: Path, error: Exception) -> int:
+    print(f"spooled-supervisor: {path}: {_why(error)}", file=sys.stderr)
+    return EX_UNAVAILABLE
 
 
 def _why(error: Exception) -> str:

@@ -176,13 +176,6 @@ def _grpc_address(text: str) -> str:
     return text
 
 
-def _transport(text: str) -> str:
-    word = _match("rest|grpc-stream|grpc-process", text)[0]
-    if word != "rest":
-        raise Refused("needs the grpc transport, which this version does not have; use rest")
-    return word
-
-
 def _level(text: str) -> str:
     word = _match("debug|info|warn|warning|error", text.lower())[0]
     return "warning" if word == "warn" else word
@@ -195,7 +188,7 @@ SHORT_TEXT = Kind(_short_text, "1 to 50 printable characters")
 APP = Kind(_app, "pkg.module or pkg.module:name", "MODULE[:NAME]")
 PROCS = Kind(_procs, "auto or a whole number from 1 to 1000", "N|auto", (str, int))
 URL = Kind(_api_url, "http:// or https:// with a host", "URL")
-TRANSPORT = Kind(_transport, "rest, grpc-stream or grpc-process", "WORD")
+TRANSPORT = pattern("rest|grpc-stream|grpc-process", "rest, grpc-stream or grpc-process", "WORD")
 LISTEN = Kind(_listen, "HOST:PORT, [ADDRESS]:PORT or off", "HOST:PORT|off")
 WORKER_ID = pattern(r"[A-Za-z0-9._-]{1,128}", "1 to 128 of A-Z a-z 0-9 . _ -", "ID")
 HOSTNAME = pattern(r"(?![.-])[A-Za-z0-9._-]{1,255}(?<![.-])",
@@ -249,7 +242,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "how to talk to the service"),
         Option("--grpc-address", ("SPOOLED_GRPC_ADDRESS",), "grpc_address",
                Kind(_grpc_address, "HOST:PORT", "HOST:PORT"), "grpc.spooled.cloud:443",
-               "the service's gRPC address"),
+               "the service's gRPC address; with rest, only failures that must not be retried go there, if it is given"),
     ),
     "the worker as the service sees it": (
         Option("--worker-id", ("SPOOLED_WORKER_ID",), "worker_id", WORKER_ID, None,

@@ -29,6 +29,7 @@ from spooled_supervisor import events as ev
 from spooled_supervisor.api.events import JobEvents
 from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.transports import BothApi, make_api
 from spooled_supervisor.checking import preload
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.claiming import Claimer
@@ -244,15 +245,9 @@ class Supervisor:
             on_spent=(lambda: None) if guest is None else guest.on_spent,
         )
 
-    def _make_api(self) -> RestApi:
+    def _make_api(self) -> RestApi | BothApi:
         config = self._config.api
-        return RestApi(
-            base_url=config.url,
-            api_key=ApiKey(config),
-            worker_id=self._standing.worker_id,
-            events=self._events,
-            ca_file=config.ca_file,
-        )
+        return make_api(config, ApiKey(config), self._standing.worker_id, self._events)
 
     def _make_job_events(self) -> JobEvents:
         config = self._config.api
@@ -265,7 +260,7 @@ class Supervisor:
             on_up=self._claimer.on_stream,
         )
 
-    def _wire(self, api: RestApi, keeper: ForkServerKeeper, metrics: Metrics) -> None:
+    def _wire(self, api: RestApi | BothApi, keeper: ForkServerKeeper, metrics: Metrics) -> None:
         config, events, queues = self._config, self._events, self._queues
 
         def on_over(run: Run, outcome: Outcome | None) -> None:

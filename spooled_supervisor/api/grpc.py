@@ -29,8 +29,8 @@ from spooled_supervisor import __version__, timing
 from spooled_supervisor.api import answers, grpc_answers, messages
 from spooled_supervisor.api.answers import Answer, Reading
 from spooled_supervisor.api.claims import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
-from spooled_supervisor.api.values import Claim, HeartbeatAnswer, Registration, Settled
-from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError, ProtocolError
+from spooled_supervisor.api.values import Claim, HeartbeatAnswer, NotCarried, Registration, Settled
+from spooled_supervisor.errors import ApiUnavailable, ConfigError, ProtocolError
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job, clip_error
 from spooled_supervisor.proto import spooled_pb2 as pb
@@ -64,12 +64,8 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 
-class NotCarried(ProtocolError):
-    """This result does not fit into a Struct; another transport can carry it."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Received:
+class Received:
     """The response, or the facts of a status that is not OK; `started_at` is when the request was started."""
 
     message: Any
@@ -90,7 +86,7 @@ class GrpcApi:
         ca_file: Path | None = None,
         user_agent: str = USER_AGENT,
     ) -> None:
-        """`address` is HOST:PORT. `ca_file` replaces the library's authorities. Raises ConfigError for a bad CA file."""
+        """`address` is HOST:PORT. `ca_file` replaces the library's authorities. Raises ConfigError."""
         self.base_url = address
         self._api_key = api_key
         self._worker_id = worker_id
@@ -142,7 +138,7 @@ class GrpcApi:
             worker_id=self._worker_id,
         )
         deadline = timing.now() + timeout_s
-        answer = self._done("register", await self._call("register", "WorkerService/Register", request, deadline))
+        answer = self.read_done("register", await self._call("register", "WorkerService/Register", request, deadline))
         self._known_as = answer.worker_id or self._worker_id
         interval_s = answer.heartbeat_interval_secs or messages.DEFAULT_HEARTBEAT_S
         return Registration(
@@ -168,36 +164,38 @@ class GrpcApi:
             metadata=_words({**(metadata or {}), **load}),
         )
         deadline = timing.now() + timeout_s
-        answer = self._done("heartbeat", await self._call("heartbeat", "WorkerService/Heartbeat", request, deadline))
+        answer = self.read_done(
+            "heartbeat", await self._call("heartbeat", "WorkerService/Heartbeat", request, deadline)
+        )
         return HeartbeatAnswer(known=answer.acknowledged, should_drain=answer.should_drain)
 
     async def deregister(self, *, timeout_s: float) -> None:
         """`WorkerService/Deregister`; an unknown worker is an answer there."""
         request = pb.DeregisterRequest(worker_id=self._known_as)
         deadline = timing.now() + timeout_s
-        self._done("deregister", await self._call("deregister", "WorkerService/Deregister", request, deadline))
+        self.read_done("deregister", await self._call("deregister", "WorkerService/Deregister", request, deadline))
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def claim(self, queue_name: str, *, limit: int, lease_duration_s: int, timeout_s: float) -> Claim:
         """`QueueService/Dequeue`. Never replayed; see `RestApi.claim`."""
-        request = self._dequeue(queue_name, lease_duration_s, min(max(limit, 1), messages.MAX_CLAIM))
+        request = self.dequeue_request(queue_name, lease_duration_s, min(max(limit, 1), messages.MAX_CLAIM))
         received = await self._call("claim", "QueueService/Dequeue", request, timing.now() + timeout_s)
-        answer = self._done("claim", received)
+        answer = self.read_done("claim", received)
         read = JobReader(queue_name, float(request.lease_duration_secs))
         found = {job.id: job for message in answer.jobs if (job := read(message, received.started_at))}
         return Claim(tuple(found.values()))
 
     async def complete(self, job: Job, result: bytes, *, tries_before: int, deadline: float) -> Settled:
         """`QueueService/Complete`. Raises NotCarried, and ProtocolError if `result` is not one JSON value."""
-        request = self._complete(job, result)
+        request = self.complete_request(job, result)
         received = await self._call("complete", "QueueService/Complete", request, deadline)
-        return self._settled("complete", job, received, tries_before)
+        return self.read_settled("complete", job, received, tries_before)
 
     async def fail(self, job: Job, error: str, *, retryable: bool, tries_before: int, deadline: float) -> Settled:
         """`QueueService/Fail`. With `retryable=False` the service ends the job: here that is more than a hint."""
-        received = await self._call("fail", "QueueService/Fail", self._fail(job, error, retryable), deadline)
-        return self._settled("fail", job, received, tries_before)
+        received = await self._call("fail", "QueueService/Fail", self.fail_request(job, error, retryable), deadline)
+        return self.read_settled("fail", job, received, tries_before)
 
     async def renew(self, job: Job, *, deadline: float) -> float:
         """`QueueService/RenewLease`: when the request was started."""
@@ -208,10 +206,10 @@ class GrpcApi:
             lease_id=job.lease_id or "",
         )
         received = await self._call("renew", "QueueService/RenewLease", request, deadline)
-        self._done("renew", received, job_id=job.id)
+        self.read_done("renew", received, job_id=job.id)
         return received.started_at
 
-    async def progress(self, _job: Job, _percent: float, _message: str | None, *, timeout_s: float) -> bool:
+    async def progress(self, job: Job, percent: float, message: str | None, *, timeout_s: float) -> bool:
         """gRPC has no such call."""
         return False
 
@@ -235,7 +233,7 @@ class GrpcApi:
                 if (job := read(message, timing.now())) is not None:
                     yield job
         except grpc.aio.AioRpcError as error:
-            raise self._error("stream", error) from error
+            raise self.stream_error("stream", error) from error
         finally:
             call.cancel()
         raise ApiUnavailable("the server has ended the stream")
@@ -246,7 +244,7 @@ class GrpcApi:
 
     # --- requests and answers, also for ProcessJobs -------------------------------------------------------------------
 
-    def _dequeue(self, queue_name: str, lease_duration_s: int, batch: int) -> pb.DequeueRequest:
+    def dequeue_request(self, queue_name: str, lease_duration_s: int, batch: int) -> pb.DequeueRequest:
         return pb.DequeueRequest(
             queue_name=queue_name,
             worker_id=self._worker_id,
@@ -254,7 +252,7 @@ class GrpcApi:
             batch_size=batch,
         )
 
-    def _complete(self, job: Job, result: bytes) -> pb.CompleteRequest:
+    def complete_request(self, job: Job, result: bytes) -> pb.CompleteRequest:
         try:
             value = msgspec.json.decode(result)
         except answers.MALFORMED as error:
@@ -265,7 +263,7 @@ class GrpcApi:
         fill(request.result, value)
         return request
 
-    def _fail(self, job: Job, error: str, retryable: bool) -> pb.FailRequest:
+    def fail_request(self, job: Job, error: str, retryable: bool) -> pb.FailRequest:
         return pb.FailRequest(
             job_id=job.id,
             worker_id=self._worker_id,
@@ -274,16 +272,16 @@ class GrpcApi:
             lease_id=job.lease_id or "",
         )
 
-    def _settled(self, operation: str, job: Job, received: _Received, tries_before: int) -> Settled:
+    def read_settled(self, operation: str, job: Job, received: Received, tries_before: int) -> Settled:
         failure = received.failure
         if failure is not None and _read(operation, failure, tries_before > 0) is Reading.ALREADY:
             return Settled(already=True)
-        answer = self._done(operation, received, job_id=job.id, replay=tries_before > 0)
+        answer = self.read_done(operation, received, job_id=job.id, replay=tries_before > 0)
         if not answer.success:
             raise ApiUnavailable(f"the answer to {operation} says neither that it was done nor why not")
         return Settled(already=False, will_retry=answer.will_retry if operation == "fail" else None)
 
-    def _done(self, operation: str, received: _Received, *, job_id: str = "", replay: bool = False) -> Any:
+    def read_done(self, operation: str, received: Received, *, job_id: str = "", replay: bool = False) -> Any:
         """The message of a success; raises what the table says of anything else."""
         if received.failure is None:
             return received.message
@@ -292,7 +290,7 @@ class GrpcApi:
 
     # --- the channel --------------------------------------------------------------------------------------------------
 
-    async def _call(self, operation: str, method: str, request: Any, deadline: float) -> _Received:
+    async def _call(self, operation: str, method: str, request: Any, deadline: float) -> Received:
         """One unary call. Raises ApiUnavailable where there is no status of the server's or the library's."""
         started_at = timing.now()
         if started_at >= deadline:
@@ -303,14 +301,14 @@ class GrpcApi:
             async with asyncio.timeout(deadline - started_at):
                 message = await call(request, metadata=self._metadata())
             status = "200"
-            return _Received(message, None, started_at)
+            return Received(message, None, started_at)
         except TimeoutError as error:
             status = "timeout"
             raise ApiUnavailable("no answer in time") from error
         except grpc.aio.AioRpcError as error:
             failure = self._facts(error)
             status = str(failure.status)
-            return _Received(None, failure, started_at)
+            return Received(None, failure, started_at)
         except grpc.aio.UsageError as error:  # the channel is closed
             raise ApiUnavailable(str(error)) from error
         except asyncio.CancelledError:
@@ -356,7 +354,7 @@ class GrpcApi:
             secret=self._secret,
         )
 
-    def _error(self, operation: str, error: grpc.aio.AioRpcError) -> Exception:
+    def stream_error(self, operation: str, error: grpc.aio.AioRpcError) -> Exception:
         """What a stream ends with; each that ends in time is counted as a request."""
         failure = self._facts(error)
         self._events.emit(ApiRequestFinished(operation, str(failure.status), 0.0))
@@ -425,8 +423,3 @@ def _open_channel(address: str, ca_file: Path | None, user_agent: str) -> grpc.a
     except OSError as error:
         raise ConfigError(f"CA file {named!r}: {error.strerror}") from error
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
-
-
-def refused_result(reason: str) -> ApiRefused:
-    """For a result that no configured way to the service can carry."""
-    return ApiRefused(0, "RESULT_NOT_CARRIED", reason)

@@ -43,7 +43,7 @@ STATUSES = {
     "ABORTED": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""The HTTP status nearest to each (google.rpc.Code), by which `answers.TABLE` knows them. ABORTED and CANCELLED pass."""
+"""The HTTP status nearest to each (google.rpc.Code): so `answers.TABLE` knows them. ABORTED, CANCELLED pass."""
 
 _LEASE_OVER = re.compile(r"^\W*lease expired|does not match the job's current lease", re.IGNORECASE)
 _ALREADY = re.compile(r"\balready (?:been )?([a-z]+)", re.IGNORECASE)

@@ -27,6 +27,8 @@ which common proxies and load balancers close theirs."""
 MAX_IDLE = 32
 MAX_HEAD_BYTES = 64 * 1024
 MAX_CHUNK_LINE = 1024
+MAX_DIGITS = 18
+HEX_DIGITS = b"0123456789abcdefABCDEF"
 HAPPY_EYEBALLS_S = 0.25
 """RFC 8305: the next address is tried after this, where the first does not answer."""
 
@@ -268,7 +270,8 @@ class _Parser:
             text = self._headers["content-length"].strip()
             if not (text.isascii() and text.isdigit()):
                 raise WireError("an answer whose Content-Length is no number")
-            self._length = int(text)
+            digits = text.lstrip("0") or "0"
+            self._length = int(digits[:MAX_DIGITS])  # more of them are too many in any case, and int() has a limit
             self._check_size(self._length)
         else:
             self.keeps_alive = False
@@ -333,12 +336,9 @@ class _Chunks:
 
     def _begin(self, line: bytes) -> None:
         digits = line.split(b";")[0].strip()
-        try:
-            size = int(digits, 16) if digits.isalnum() else -1
-        except ValueError:
-            size = -1
-        if size < 0:
+        if not digits or digits.strip(HEX_DIGITS):
             raise WireError("an answer with a chunk whose size is no number")
+        size = int(digits, 16)
         if len(self.body) + size > self._most_bytes:
             raise WireError(f"an answer of more than {self._most_bytes} bytes")
         self._is_last = size == 0

@@ -134,7 +134,8 @@ class Service:
 
     def start(self) -> Service:
         """Returns when the daemon has said READY."""
-        self.bed.systemctl("start", UNIT)
+        started = self.bed.run("systemctl", "start", UNIT)
+        assert started.returncode == 0, f"{started.stderr}\n{self.journal.tail(self._began)}"
         return self
 
     def stop(self) -> None:

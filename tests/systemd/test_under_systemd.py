@@ -6,6 +6,7 @@ Only times are changed by a drop-in, where a test would have to wait for them.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import signal
 import stat
 import time
@@ -415,9 +416,8 @@ def test_root_controls_it_without_naming_the_socket(service: Service) -> None:
 
 
 def test_endpoints_answer_on_the_loopback(service: Service) -> None:
-    import http.client
-
     service.start()
+    service.result("ok")  # the service has answered: only then it is ready for more than systemd
     for path in ("/livez", "/readyz", "/health", "/metrics"):
         connection = http.client.HTTPConnection("127.0.0.1", 9464, timeout=10)
         with contextlib.closing(connection):
