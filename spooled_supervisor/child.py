@@ -146,6 +146,7 @@ class Child:
         self._set_title("idle")
         while (job := self._next_job()) is not None:
             self._run_job(job)
+        self.send(frames.Leaving())
         self._metrics.report()  # now, as a stop hook may hang ...
         for hook in self._app.child_stop_hooks:
             self._call_hook(hook)

@@ -5,7 +5,7 @@ places until it is answered. Queues take turns by weight (smooth weighted round 
 and none has to wait for a run of another's). An empty queue is asked again after the poll interval, a queue that gave
 all that was asked for as soon as there is a place, a failing one after a back-off. Every path waits for something.
 
-What the answer brings is the caller's (`on_claim`). A claim whose answer is lost is never replayed: the next poll is a
+What the answer brings is the caller's (`on_claim`, which says how many jobs of it will run). A claim whose answer is lost is never replayed: the next poll is a
 new one. Cancelling `run` does not cancel claims in flight: `finish` awaits them, as their jobs are ours already.
 """
 
@@ -73,7 +73,7 @@ class Claimer:
         gate: RateGate,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         may_claim: Callable[[], bool],
-        on_claim: Callable[[Claim, int], None],
+        on_claim: Callable[[Claim, int], int],
         on_refused: Callable[[CredentialsRefused], None],
     ) -> None:
         self._api = api
@@ -110,6 +110,12 @@ class Claimer:
     def wake(self) -> None:
         """Something changed: a place is free, or claiming is allowed again."""
         self._alarm.ring()
+
+    def forget_pauses(self) -> None:
+        """What every queue was put off for is over: the API key is accepted."""
+        for queue in self.queues.values():
+            queue.next_at = 0.0
+        self.wake()
 
     async def run(self) -> None:
         """Claim for ever."""
@@ -194,11 +200,11 @@ class Claimer:
         else:
             self._troubles.worked(operation)
             queue.backoff.reset()
-            got = len(claim.jobs) + len(claim.unreadable)
-            queue.next_at = now() + (0.0 if got >= limit else self._pause(queue, got))
-            self._events.emit(ClaimAnswered(queue.name, limit, got))
+            self._events.emit(ClaimAnswered(queue.name, limit, len(claim.jobs) + len(claim.unreadable)))
             queue.asked = 0  # before the jobs are given out: they take the places now
-            self._on_claim(claim, limit)
+            taken = self._on_claim(claim, limit)
+            # Full is an answer whose jobs all run: a service that gives us what we cannot use is not asked in a loop.
+            queue.next_at = now() + (0.0 if taken >= limit else self._pause(queue, taken))
         finally:
             queue.asked = 0
             self.last_answer_at = now()

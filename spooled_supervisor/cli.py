@@ -98,7 +98,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from spooled_supervisor.telemetry import logs
     from spooled_supervisor.telemetry.systemd import Notifier
 
-    faulthandler.enable()  # the watchdog's SIGABRT leaves a traceback
+    faulthandler.enable(2)  # the watchdog's SIGABRT leaves a traceback; by number, as sys.stderr may be None
     kernel.set_child_subreaper(True)
     notifier = Notifier.take(os.environ)
     os.environ.pop("SPOOLED_API_KEY", None)

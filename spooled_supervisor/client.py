@@ -26,7 +26,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from spooled_supervisor import __version__, options
+from spooled_supervisor import __version__, forkserver, options
 from spooled_supervisor.api import answers
 from spooled_supervisor.api.answers import Reading
 from spooled_supervisor.config import Secret
@@ -152,7 +152,8 @@ class SpooledClient:
         env = os.environ
         self._key = Secret((env.get("SPOOLED_API_KEY", "") if api_key is None else api_key).strip())
         problems = options.Problems(self._key.reveal())
-        _check_key(self._key.reveal(), problems)
+        if self._key.reveal() or not forkserver.is_fork_server:  # there the key is kept from the app that it imports
+            _check_key(self._key.reveal(), problems)
         if base_url is None:
             base_url = env.get("SPOOLED_API_URL") or env.get("SPOOLED_BASE_URL") or options.default_of("api_url")
         self.base_url = str(options.parse(options.URL, options.Setting(base_url, "base_url"), base_url, problems))
@@ -229,6 +230,8 @@ class SpooledClient:
     def _connection(self) -> httpx.Client:
         if self._pid != os.getpid():  # a fork: what is open belongs to the other one
             self._http, self._pid = None, os.getpid()
+        if not self._key.reveal():
+            raise ConfigError("api_key: SPOOLED_API_KEY is kept from children; give the client a key of its own there")
         if self._http is None:
             self._http = httpx.Client(
                 base_url=self.base_url.removesuffix("/api/v1") + "/api/v1",

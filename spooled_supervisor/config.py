@@ -396,11 +396,17 @@ def _read_key(path: Path) -> str:
 
 def _check_grpc(wanted: Sequence[Setting], problems: Problems) -> None:
     """Whether what gRPC needs is installed, where one of these settings asks for it."""
-    if wanted and not all(find_spec(package) for package in ("grpc", "google")):
+    if wanted and not (_is_installed("grpc") and _is_installed("google.protobuf")):
         problems.add(
             f"{wanted[0].where}: gRPC is not installed; pip install 'spooled-supervisor[grpc]'",
             is_usage=wanted[0].is_flag,
         )
+
+
+def _is_installed(module: str) -> bool:
+    with suppress(ModuleNotFoundError):  # so is not even its parent
+        return find_spec(module) is not None
+    return False
 
 
 def _check_certificates(path: Path, setting: Setting, problems: Problems) -> None:

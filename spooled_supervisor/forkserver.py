@@ -38,11 +38,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from spooled_supervisor import child, family, frames, kernel
+from spooled_supervisor import child, family, frames, kernel, processes
 from spooled_supervisor.app import App, Handler, OnAbort, queue_name_problem
 from spooled_supervisor.errors import AppError, ProtocolError
+from spooled_supervisor.timing import now
 
 CHILD_FDS = 4  # jobs, reports, output, stack
+KILL_LIMIT_S = 2.0
+"""After the supervisor's death: how long to go on killing what it has left."""
 is_fork_server = False
 """Whether this process is one, or a child of one: there nobody may start a worker."""
 
@@ -100,8 +103,18 @@ class _Server:
         for group in self.groups:
             with contextlib.suppress(OSError):  # gone already
                 os.killpg(group, signal.SIGKILL)
+        give_up_at = now() + KILL_LIMIT_S
+        if self._is_orphaned():
+            while family.kill_marked(os.environ.get(family.MARKER, "")).left and now() < give_up_at:
+                os.sched_yield()
+
+    def _is_orphaned(self) -> bool:
+        """Whether the supervisor is dead or dying: the kernel closes its descriptors a moment before it hands on its
+        children (exit_files, exit_notify), so getppid alone would say no."""
         if os.getppid() != self.supervisor_pid:
-            family.kill_marked(os.environ.get(family.MARKER, ""))
+            return True
+        stat = processes.read_stat(self.supervisor_pid)
+        return stat is None or stat.is_dying
 
     def _fork_twice(self, slot: int, fds: Sequence[int]) -> tuple[int, int]:
         _flush()  # what waits in a buffer now would be written by the child as well

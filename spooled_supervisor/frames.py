@@ -146,7 +146,11 @@ class Metrics(_Message, frozen=True, array_like=True, tag=8):
     report: Annotated[bytes, Meta(max_length=MAX_METRICS)]
 
 
-FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer | Metrics
+class Leaving(_Message, frozen=True, array_like=True, tag=9):
+    """It leaves in peace, told to by us or by SIGTERM; its stop hooks run now."""
+
+
+FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer | Metrics | Leaving
 
 # --- supervisor to fork server and back -----------------------------------------------------------------------------
 

@@ -87,12 +87,16 @@ class Holder:
 
     # --- from the claim -------------------------------------------------------------------------------------------
 
-    def take(self, claim: Claim, asked: int) -> None:
-        """The jobs of a claim are ours now: run them; what is unreadable or beyond what was asked for goes back."""
+    def take(self, claim: Claim, asked: int) -> int:
+        """The jobs of a claim are ours now: run them; what is unreadable or beyond what was asked for goes back.
+
+        How many will run.
+        """
+        taken = 0
         self._outbox.hold([*claim.jobs, *(unreadable.job for unreadable in claim.unreadable)])
         for job in claim.jobs[:asked]:
             if (lease := self._hold(job)) is not None:
-                self._run_or_return(lease)
+                taken += self._run_or_return(lease)
         for job in claim.jobs[asked:]:
             if (lease := self._hold(job)) is not None:
                 self._return(lease, "not started: the service gave more jobs than were asked for")
@@ -101,6 +105,7 @@ class Holder:
                 self._finish(lease, Failed(f"the job's record cannot be used: {unreadable.reason}", retryable=False))
         if self._leases.next_due() < self._alarm.when:
             self._alarm.ring()
+        return taken
 
     def return_waiting(self) -> None:
         """The drain begins: what no child has goes back, but for last attempts, which that would bury."""
@@ -128,7 +133,8 @@ class Holder:
             self._events.emit(ev.JobClaimed(job.id, job.queue_name, job.retry_count))
         return lease
 
-    def _run_or_return(self, lease: Lease) -> None:
+    def _run_or_return(self, lease: Lease) -> bool:
+        """Whether it will run."""
         job = lease.job
         deaths = self._poison.deaths(job.id)
         if deaths is not None and deaths.count >= DEATHS_TO_REFUSE:
@@ -138,6 +144,8 @@ class Holder:
             self._return(lease, "not started: the worker is shutting down")
         else:
             self._pool.submit(lease, timeout_s=self._limit_of(job), is_isolated=deaths is not None)
+            return True
+        return False
 
     def _return(self, lease: Lease, why: str) -> None:
         self._finish(lease, Released(why))

@@ -242,7 +242,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "how to talk to the service"),
         Option("--grpc-address", ("SPOOLED_GRPC_ADDRESS",), "grpc_address",
                Kind(_grpc_address, "HOST:PORT", "HOST:PORT"), "grpc.spooled.cloud:443",
-               "the service's gRPC address; with rest, only failures that must not be retried go there, if it is given"),
+               "the service's gRPC address; with rest only final failures go there, and only if it is given"),
     ),
     "the worker as the service sees it": (
         Option("--worker-id", ("SPOOLED_WORKER_ID",), "worker_id", WORKER_ID, None,

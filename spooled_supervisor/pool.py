@@ -483,6 +483,8 @@ class Pool:
                 self._on_hello(child, message)
             case frames.BootFailed(error=error):
                 child.boot_error = error
+            case frames.Leaving():
+                self._ask_to_leave(child, "terminated")  # unless it was asked: then this is only its answer
             case _:
                 assert_never(message)
 
@@ -617,7 +619,7 @@ class Pool:
         self._keeper.forget(child.pid)
         slot = self._slot_of(child)
         self._vacate(child)
-        self._tell_exit(child, run, reaped, cause)
+        self._tell_exit(child, reaped, cause)
         child.close()
         if slot is not None and run is None and (was_booting or _is_fragile(child)):
             self._blame_boot(slot, child, cause, tail)
@@ -640,15 +642,14 @@ class Pool:
             return f"{words}; {child.broken}"
         return words
 
-    def _tell_exit(self, child: ChildLink, run: Run | None, reaped: exits.Reaped, cause: str) -> None:
+    def _tell_exit(self, child: ChildLink, reaped: exits.Reaped, cause: str) -> None:
         exit = exits.decode(reaped.status)
-        by_itself = "terminated" if exit.exit_code == 0 and run is None else "crash"  # it left at a SIGTERM
         self._events.emit(
             ev.ChildExited(
                 child.slot,
                 child.generation,
                 child.pid,
-                child.kill_reason or child.leave_reason or ("boot" if child.ready_at is None else by_itself),
+                child.kill_reason or child.leave_reason or ("boot" if child.ready_at is None else "crash"),
                 cause,
                 exit.signal,
                 exit.exit_code,

@@ -557,6 +557,8 @@ class Supervisor:
 
     def _on_request(self, request: ev.ApiRequestFinished) -> None:
         if request.status.startswith("2") and (not self._standing.is_proven or self._standing.refused is not None):
+            if self._standing.refused is not None:
+                self._claimer.forget_pauses()
             self._standing.is_proven = True
             self._standing.refused = None
             self._claimer.wake()

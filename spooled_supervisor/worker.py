@@ -128,7 +128,8 @@ class SpooledWorker:
         self._values = {key: value for key, value in said.items() if value is not None}
         self._values |= {"app": "handlers", "queues": [queue_name], "api_url": client.base_url, "http_listen": "off"}
         self._client = client
-        self._configuration(Path(os.devnull))  # only to be told now what is wrong with it
+        if not forkserver.is_fork_server:  # which imports it, and has no key
+            self._configuration(Path(os.devnull))  # only to be told now what is wrong with it
         self.queue_name = queue_name
         self._auto_start = auto_start
         self._app = App()
@@ -542,9 +543,11 @@ def _why_not_importable(handler: Callable[..., Any], module: str | None, name: s
         return "it is defined in the program's main file"
     if "<" in name:
         return "it is defined inside a function" if "<locals>" in name else "it is a lambda"
-    found: Any = sys.modules.get(module)
+    home = found = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
+    if found is None and getattr(getattr(home, "__spec__", None), "_initializing", False):
+        return ""  # it is being defined at this moment, by a decorator; the fork server will see
     return "" if found is handler else f"{module}.{name} is something else"
 
 

@@ -339,10 +339,8 @@ def test_port_is_free_again_after_a_kill_though_a_program_of_a_handler_lives(sit
 
 
 def test_two_daemons_of_one_machine_have_two_names(stub: StubApi) -> None:
-    ids = []
     with stub_worker(stub) as one, stub_worker(stub) as other:
-        for worker in (one, other):
-            ids.append(worker.wait_for_event("supervisor_started")["worker_id"])
+        ids = [worker.wait_for_event("supervisor_started")["worker_id"] for worker in (one, other)]
         for n in range(10):
             stub.add_job(payload={"mode": "ok", "n": n})
         wait_until(lambda: len(stub.completed) == 10, "all jobs")

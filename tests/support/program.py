@@ -22,16 +22,17 @@ from tests.support.daemon import REPOSITORY, environment
 TAG = "TEST_PROGRAM_TAG"
 PATIENCE_S = 30.0
 PRELUDE = """
-import atexit, os, signal, subprocess, sys, threading, time
+import atexit, logging, os, pathlib, signal, subprocess, sys, threading, time
 from spooled_supervisor import *
 client = SpooledClient()
 atexit.register(client.close)
+logging.getLogger("spooled_supervisor").addHandler(logging.NullHandler())
 def worker(queue, **options):
     return SpooledWorker(client, os.environ["QUEUE_PREFIX"] + queue, **{"concurrency": 1, "poll_interval": 0.1, **options})
 def create(w, payload, **fields):
     return client.jobs.create(queue_name=w.queue_name, payload=payload, **fields).id
 def children_of_ours():
-    return open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    return pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 def say(*words):
     print(*words, flush=True)
 """
