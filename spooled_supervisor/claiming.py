@@ -5,8 +5,9 @@ places until it is answered. Queues take turns by weight (smooth weighted round 
 and none has to wait for a run of another's). An empty queue is asked again after the poll interval, a queue that gave
 all that was asked for as soon as there is a place, a failing one after a back-off. Every path waits for something.
 
-What the answer brings is the caller's (`on_claim`, which says how many jobs of it will run). A claim whose answer is lost is never replayed: the next poll is a
-new one. Cancelling `run` does not cancel claims in flight: `finish` awaits them, as their jobs are ours already.
+What the answer brings is the caller's (`on_claim`, which says how many jobs of it will run). A claim whose answer is
+lost is never replayed: the next poll is a new one. Cancelling `run` does not cancel claims in flight: `finish` awaits
+them, as their jobs are ours already.
 """
 
 from __future__ import annotations

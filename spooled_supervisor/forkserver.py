@@ -191,7 +191,7 @@ def be_fork_server(control: socket.socket, app: App | None = None) -> NoReturn:
     is_fork_server = True
     status = 0
     try:
-        become_fork_server()
+        become_fork_server("importing" if app is None else "standing by")
         packet, _ = receive_packet(control)
         settings = frames.decoder_of_requests().decode(packet) if packet else None
         if isinstance(settings, frames.Preload):
@@ -204,14 +204,14 @@ def be_fork_server(control: socket.socket, app: App | None = None) -> NoReturn:
         os._exit(status)
 
 
-def become_fork_server() -> None:
+def become_fork_server(what: str) -> None:
     """Signals as the supervisor wants them, whatever was inherited, and death with it while the app is imported."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting impossible
     for number in (*child.QUIET_SIGNALS, signal.SIGTERM):  # it leaves at the end of its socket, not by a signal
         signal.signal(number, _do_nothing)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     kernel.set_parent_death_signal(signal.SIGKILL)
-    kernel.set_title("spooled-supervisor: fork server importing")
+    kernel.set_title(f"spooled-supervisor: fork server {what}")
 
 
 def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App | None = None) -> int:

@@ -8,6 +8,7 @@ failure, or that were scheduled, give no event at all. No request tokens are spe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -84,7 +85,10 @@ class JobEvents:
     async def _lines(self) -> AsyncIterator[str]:
         """Lines of one connection. Raises WireError, and TimeoutError after a silence."""
         headers = {"Authorization": f"Bearer {self._api_key()}", "Accept": "text/event-stream"}
-        async with open_lines(self._url, headers, ca_file=self._ca_file, max_line=MAX_LINE) as lines:
+        async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(SILENCE_S):
+                opened = open_lines(self._url, headers, ca_file=self._ca_file, max_line=MAX_LINE)
+                lines = await stack.enter_async_context(opened)
             iterator = aiter(lines)
             while True:
                 async with asyncio.timeout(SILENCE_S):

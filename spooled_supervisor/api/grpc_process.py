@@ -164,13 +164,17 @@ class GrpcProcessApi(GrpcApi):
         return Claim((first, *(job for job in answers if isinstance(job, Job))))
 
     async def complete(self, job: Job, result: bytes, *, tries_before: int, deadline: float) -> Settled:
-        """As `GrpcApi.complete`."""
+        """As `GrpcApi.complete`; a repetition is a unary call, as only a status tells that the first one had landed."""
+        if tries_before:
+            return await super().complete(job, result, tries_before=tries_before, deadline=deadline)
         request = pb.ProcessRequest(complete=self.complete_request(job, result))
         received = await self._ask("complete", request, deadline)
         return self.read_settled("complete", job, received, tries_before)
 
     async def fail(self, job: Job, error: str, *, retryable: bool, tries_before: int, deadline: float) -> Settled:
-        """As `GrpcApi.fail`."""
+        """As `GrpcApi.fail`; repeated like a completion."""
+        if tries_before:
+            return await super().fail(job, error, retryable=retryable, tries_before=tries_before, deadline=deadline)
         request = pb.ProcessRequest(fail=self.fail_request(job, error, retryable))
         received = await self._ask("fail", request, deadline)
         return self.read_settled("fail", job, received, tries_before)

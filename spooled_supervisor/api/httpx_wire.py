@@ -64,8 +64,8 @@ async def open_lines(
 
     A client of its own: one connection that lives for long. The caller's time limits count.
     """
-    trust = _trust(httpx.URL(url).scheme, ca_file) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
+        trust = _trust(httpx.URL(url).scheme, ca_file) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         async with (
             httpx.AsyncClient(verify=trust, timeout=httpx.Timeout(None, connect=CONNECT_LIMIT_S)) as client,
             client.stream("GET", url, headers=headers) as response,

@@ -79,10 +79,11 @@ fi
 opt=$root/opt/spooled-supervisor
 version=$(basename "$(dirname "$site")") # python3.11
 mkdir -p "$opt/venv/bin" "$opt/venv/lib/$version/site-packages" "$opt"/{python,site,source}
-for bound in "$python:python" "$site:site" "$source:source"; do
+for bound in "$python:python" "$site:site"; do
     mount --bind "${bound%:*}" "$opt/${bound##*:}"
     mount -o remount,bind,ro "$opt/${bound##*:}"
 done
+cp --archive "$source"/{spooled_supervisor,systemd,tests} "$opt/source/" # a copy: whoever edits the tree disturbs no test
 printf '%s\n' 'home = /opt/spooled-supervisor/python/bin' 'include-system-site-packages = false' >"$opt/venv/pyvenv.cfg"
 ln -s "../../python/bin/$version" "$opt/venv/bin/python"
 printf '%s\n' /opt/spooled-supervisor/site /opt/spooled-supervisor/source \
@@ -91,7 +92,7 @@ printf '%s\n' '#!/opt/spooled-supervisor/venv/bin/python' 'from spooled_supervis
     >"$opt/venv/bin/spooled-supervisor"
 chmod 0755 "$opt/venv/bin/spooled-supervisor"
 mkdir -p "$root/etc/spooled"
-cp "$source/systemd/spooled-supervisor.service" "$root/etc/systemd/system/"
+cp "$opt/source/systemd/spooled-supervisor.service" "$root/etc/systemd/system/"
 chmod 0644 "$root/etc/systemd/system/spooled-supervisor.service"
 
 # --- as little of a system as there can be ------------------------------------------------------------------------------

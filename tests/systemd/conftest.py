@@ -12,10 +12,11 @@ from tests.systemd.service import Journal, Service, service_in
 
 
 @pytest.fixture(scope="module")
-def bed() -> Iterator[Bed]:
+def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
+    """A module's `FLAVOUR` says which cgroups there are."""
     if reason := why_not():
         pytest.skip(f"no systemd can be booted: {reason}")
-    with boot() as running:
+    with boot(getattr(request.module, "FLAVOUR", "unified")) as running:
         yield running
 
 

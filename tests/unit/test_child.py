@@ -748,7 +748,7 @@ def test_a_life_without_jobs(make: Make, armed: list[int], without_baseline: Non
     supervisor = make(app=app)
     supervisor.tell(frames.Adopted(os.getppid()), frames.Leave())
     assert supervisor.child.live() == EXIT_LEFT
-    assert supervisor.heard() == [frames.Hello(3, 2, os.getpid())]
+    assert supervisor.heard() == [frames.Hello(3, 2, os.getpid()), frames.Leaving()]
     assert hooks == ["started", "stopped"]
 
 

@@ -107,7 +107,7 @@ def test_an_orphan_that_dies_slowly_holds_the_run_until_it_is_dead(play: Play) -
         await asyncio.sleep(1.0)
 
     yard = play(scene)
-    assert yard.over == [(pytest.approx(2 * LOOK_AGAIN_S), [1])]
+    assert yard.over == [(2 * LOOK_AGAIN_S, [1])]
     assert yard.recorded.all == [OrphansKilled(1, ("sleep",))]
     assert len(yard.sweeps) == 3, "then nobody looks any more"
 

@@ -79,7 +79,7 @@ def test_words_become_a_request(line: Line, words: list[str], request_: dict[str
 def test_words_that_are_no_command_are_a_usage_error(line: Line, words: list[str]) -> None:
     with pytest.raises((ConfigError, SystemExit)) as caught:
         run_ctl([*words, "--control-socket", "/run/c.sock"], {})
-    error = caught.value
+    error: Any = caught.value
     assert (error.exit_code if isinstance(error, ConfigError) else error.code) == EX_USAGE
     assert line.asked == []
 
