@@ -112,7 +112,7 @@ def _starts(at: float, slots: Sequence[Slot]) -> Iterator[Start]:
             yield Start(slot)
         elif slot.renew_reason is not None and slot.successor is None and slot.idle_child is not None:
             if renewing >= max(1, len(slots) // RENEWED_AT_ONCE):
-                return
+                continue  # an empty slot further on does not wait for this
             renewing += 1
             yield Start(slot)
 

@@ -30,11 +30,11 @@ LAYERS = (
     "outbox poison",
     "output childmetrics child forkserver forkclient copies",
     "childlink plan graveyard pool",
-    "troubles",
-    "api.__init__ api.gate api.answers api.values api.messages api.claims api.wire api.httpx_wire api.exchange api.rest",
-    "api.events",
+    "troubles proto.*",
+    "api.__init__ api.gate api.answers api.values api.messages api.claims api.service api.wire api.httpx_wire api.exchange",
+    "api.rest api.grpc_answers api.grpc api.grpc_process api.transports api.events",
     "breaker keys statedir pressure",
-    "claiming progress settling holding registration",
+    "claiming streaming progress settling holding registration",
     "telemetry.__init__ telemetry.texts telemetry.stream telemetry.lines telemetry.logs telemetry.systemd",
     "telemetry.snapshot telemetry.series telemetry.foreign telemetry.gauges telemetry.metrics telemetry.exchange telemetry.history",
     "telemetry.page telemetry.endpoints",
@@ -53,6 +53,9 @@ DOORS = {
     "psutil": ["processes", "resources", "observer"],
     "setproctitle": ["kernel"],
     "starlette": ["devserver.*"],
+    "grpc": ["api.grpc", "api.grpc_process", "devserver.*", "proto.*"],
+    "grpc_tools": ["proto.*"],
+    "google": ["devserver.*", "proto.*"],
     "uvicorn": ["devserver.*"],
     "sqlite3": ["outbox", "devserver.*"],
     "ctypes": ["kernel"],
@@ -130,7 +133,8 @@ def test_a_module_imports_only_from_those_above_it(module: str) -> None:
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("devserver.")])
 def test_the_embedded_server_knows_nothing_of_the_supervisor(module: str) -> None:
     known = {own(name) for name, _ in imports_of(module)} - {None}
-    assert {name for name in known if name and not name.startswith("devserver.")} <= {"errors", "__init__"}
+    strange = {name for name in known if name and not name.startswith(("devserver.", "proto."))}
+    assert strange <= {"errors", "__init__"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -172,7 +176,7 @@ def test_a_handler_author_loads_neither_msgspec_nor_asyncio_nor_logging(statemen
 @pytest.mark.parametrize("module", ["child", "forkserver"])
 def test_a_child_loads_no_http_client_no_event_loop_and_nothing_that_speaks_to_the_service(module: str) -> None:
     loaded = loaded_by(f"import {PACKAGE}.{module}")
-    assert not loaded & {"httpx", "asyncio", "ssl", "prometheus_client", "psutil", "multiprocessing"}
+    assert not loaded & {"httpx", "grpc", "asyncio", "ssl", "prometheus_client", "psutil", "multiprocessing"}
     ours = {name.removeprefix(f"{PACKAGE}.") for name in loaded if name.startswith(f"{PACKAGE}.")}
     assert not {name for name in ours if name.startswith(("api", "telemetry", "config", "keys", "devserver"))}
 

@@ -79,7 +79,7 @@ class JobEvents:
                 reason, delay = f"nothing was heard for {SILENCE_S:g} s", backoff.next_delay()
             finally:
                 self._on_up(False)
-            self._troubles.failed(OPERATION, reason, delay)
+            self._troubles.failed(OPERATION, reason, delay, is_optional=True)
             await asyncio.sleep(delay)
 
     async def _lines(self) -> AsyncIterator[str]:

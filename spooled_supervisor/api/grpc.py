@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -215,7 +215,7 @@ class GrpcApi:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    async def stream(self, queue_name: str, *, lease_duration_s: int) -> AsyncIterator[Job]:
+    async def stream(self, queue_name: str, *, lease_duration_s: int) -> AsyncGenerator[Job, None]:
         """`QueueService/StreamJobs`: jobs as the server pushes them, for as long as the generator is not closed.
 
         Their leases have begun at some time before: `requested_at` is the instant of their receipt, which is too late,
@@ -237,6 +237,11 @@ class GrpcApi:
         finally:
             call.cancel()
         raise ApiUnavailable("the server has ended the stream")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection now."""
+        return bool(self._channel.get_state() is grpc.ChannelConnectivity.READY)
 
     def open_process(self) -> Any:
         """`QueueService/ProcessJobs`: the library's call, to `write` to and `read` from."""

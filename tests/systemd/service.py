@@ -7,7 +7,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,17 @@ Entry = dict[str, Any]
 
 
 class Journal:
-    """Follows what the journal has of the unit, from its first entry on: the daemon's lines and what systemd says."""
+    """What the journal has of the unit: the daemon's lines, and what systemd says of it.
+
+    A mark is an instant of the clock that entries are stamped with, taken when all that was written before is there.
+    """
 
     def __init__(self, bed: Bed) -> None:
+        self._bed = bed
+        self._line = ("journalctl", "--lines=all", "--output=json", f"--unit={UNIT}")
         # nsenter forks, and what it has forked is to end with it
-        line = bed.command("setpriv", "--pdeathsig=KILL", "journalctl", "--follow", "--lines=all", "--output=json", f"--unit={UNIT}")
-        self._process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        following = bed.command("setpriv", "--pdeathsig=KILL", *self._line, "--follow")
+        self._process = subprocess.Popen(following, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._changed = threading.Condition()
         self._entries: list[Entry] = []
         self._reader = threading.Thread(target=self._read, name="journal")
@@ -41,13 +46,7 @@ class Journal:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for raw in self._process.stdout:
-            entry: Entry = json.loads(raw)
-            message = entry["MESSAGE"]
-            if isinstance(message, list):  # bytes that are no text (systemd.journal-fields(7))
-                entry["MESSAGE"] = message = bytes(message).decode(errors="replace")
-            with contextlib.suppress(ValueError):
-                line = json.loads(message)
-                entry["line"] = line if isinstance(line, dict) else {}
+            entry = _entry(raw)
             with self._changed:
                 self._entries.append(entry)
                 self._changed.notify_all()
@@ -60,17 +59,22 @@ class Journal:
         self._process.stdout.close()
 
     def mark(self) -> int:
-        with self._changed:
-            return len(self._entries)
+        """Now."""
+        self._bed.ok("journalctl", "--sync")
+        return time.monotonic_ns() // 1000
 
     def entries(self, after: int) -> list[Entry]:
-        with self._changed:
-            return self._entries[after:]
+        """All entries since a mark, those that the follower has not seen yet too."""
+        self._bed.ok("journalctl", "--sync")
+        found = [_entry(raw) for raw in self._bed.ok(*self._line).splitlines()]
+        return [entry for entry in found if entry["at"] > after]
 
-    def wait_for(self, after: int, what: str, fits: Any, timeout_s: float = PATIENCE_S) -> Entry:
-        """The first entry after this place for which `fits(entry)`."""
+    def wait_for(
+        self, after: int, what: str, fits: Callable[[Entry], bool], timeout_s: float = PATIENCE_S
+    ) -> Entry:
+        """The first entry since this mark that fits."""
         deadline = time.monotonic() + timeout_s
-        place = after
+        place = 0
         while True:
             with self._changed:
                 found = self._entries[place:]
@@ -80,12 +84,25 @@ class Journal:
                     assert left > 0, f"not within {timeout_s:g} s in the journal: {what}\n{self.tail(after)}"
                     self._changed.wait(left)
             for entry in found:
-                if fits(entry):
+                if entry["at"] > after and fits(entry):
                     return entry
 
     def tail(self, after: int = 0, count: int = 50) -> str:
-        with self._changed:
-            return "\n".join(entry["MESSAGE"] for entry in self._entries[after:][-count:])
+        """For messages."""
+        return "\n".join(entry["MESSAGE"] for entry in self.entries(after)[-count:])
+
+
+def _entry(raw: bytes | str) -> Entry:
+    """With the instant as `at`, and the daemon's event, if it is one, as `line`."""
+    entry: Entry = json.loads(raw)
+    message = entry["MESSAGE"]
+    if isinstance(message, list):  # bytes that are no text (systemd.journal-fields(7))
+        entry["MESSAGE"] = message = bytes(message).decode(errors="replace")
+    entry["at"] = int(entry["__MONOTONIC_TIMESTAMP"])
+    with contextlib.suppress(ValueError):
+        line = json.loads(message)
+        entry["line"] = line if isinstance(line, dict) else {}
+    return entry
 
 
 class Service:
@@ -189,7 +206,12 @@ class Service:
     # --- the journal -----------------------------------------------------------------------------------------------
 
     def mark(self) -> int:
+        """A place in the journal: `after=mark` looks at what came later only."""
         return self.journal.mark()
+
+    def entries(self) -> list[Entry]:
+        """All of this test."""
+        return self.journal.entries(self._began)
 
     def events(self, name: str, after: int | None = None, **fields: Any) -> list[Entry]:
         """Journal entries of this event; the event itself is in `line`."""
@@ -212,13 +234,17 @@ class Service:
     def add(self, mode: str, *, fields: dict[str, Any] | None = None, **payload: Any) -> str:
         return self.client.create("q", {"mode": mode, **payload}, **{"max_retries": 0, **(fields or {})})
 
+    def value(self, job_id: str) -> Any:
+        """What the handler of this job returned; it must succeed."""
+        job = self.end(job_id)
+        assert job["status"] == "completed", job
+        return job["result"]
+
     def end(self, job_id: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         return self.client.wait_for(job_id, "completed", "deadletter", timeout_s=timeout_s)
 
     def result(self, mode: str, **payload: Any) -> Any:
-        job = self.end(self.add(mode, **payload))
-        assert job["status"] == "completed", job["last_error"]
-        return job["result"]
+        return self.value(self.add(mode, **payload))
 
     def running(self, mode: str, **payload: Any) -> str:
         """A job whose handler has begun."""
@@ -233,8 +259,7 @@ class Service:
         assert self.pids() == [], "processes of the unit are left"
         self.ledger.assert_no_overlap()
         if not self.traceback_is_fine:
-            entries = self.journal.entries(self._began)
-            raised = [entry["MESSAGE"] for entry in entries if "Traceback" in entry["MESSAGE"]]
+            raised = [entry["MESSAGE"] for entry in self.entries() if "Traceback" in entry["MESSAGE"]]
             assert not raised, "\n".join(raised)
 
     def clean_up(self) -> None:

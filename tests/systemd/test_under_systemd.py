@@ -184,7 +184,7 @@ def test_reload_takes_the_new_app_while_jobs_run_on_the_old_one(service: Service
     service.wait_for_event("reloaded")
     assert service.result("version") == "new"
     service.open_gate("go")
-    assert service.end(running)["result"] == "old"
+    assert service.value(running) == "old"
     assert service.result("version") == "new"
     assert service.main_pid == main
     assert service.shown("NRestarts") == "0"
@@ -265,7 +265,7 @@ def test_watchdog_leaves_a_busy_supervisor_alone(service: Service) -> None:
     main = service.main_pid
     jobs = [service.running("spin", seconds=3.5) for _ in range(4)]
     for job_id in jobs:
-        assert service.end(job_id)["status"] == "completed"
+        service.value(job_id)
     assert service.main_pid == main
     assert service.shown("NRestarts") == "0"
 
@@ -341,7 +341,7 @@ def test_credential_delivers_the_key_and_nobody_else_sees_it(service: Service) -
         with contextlib.suppress(OSError):
             assert key not in Path(f"/proc/{pid}/environ").read_bytes()
             assert key not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    assert not [entry for entry in service.journal.entries(0) if key.decode() in entry["MESSAGE"]]
+    assert not [entry for entry in service.entries() if key.decode() in entry["MESSAGE"]]
     environment = service.result("sandbox")["environment"]
     ours = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "CREDENTIALS_DIRECTORY", "SPOOLED_API_KEY", "LISTEN_FDS")
     assert not set(ours) & set(environment)
@@ -379,7 +379,7 @@ def test_hardening_refuses_nothing_that_the_daemon_needs(service: Service) -> No
     stacks = service.ctl("ctl", "stacks")
     assert "spin_for" in stacks.stdout, stacks
     service.wait_for_event("heartbeat_sent")
-    loud = [entry["MESSAGE"] for entry in service.journal.entries(service._began) if entry.get("PRIORITY", "6") < "5"]
+    loud = [entry["MESSAGE"] for entry in service.entries() if entry.get("PRIORITY", "6") < "5"]
     assert not loud
 
 
@@ -453,7 +453,7 @@ def test_journal_lines_have_priority_and_job_fields(service: Service) -> None:
     assert completed["_SYSTEMD_UNIT"] == UNIT
     failure = service.wait_for_event("job_failed", job_id=failed["id"])
     assert int(failure["PRIORITY"]) <= 4
-    plain = [entry["MESSAGE"] for entry in service.journal.entries(service._began) if entry.get("_PID") != "1"]
+    plain = [entry["MESSAGE"] for entry in service.entries() if entry.get("_PID") != "1"]
     assert not [text for text in plain if text.startswith("<")], "a priority that stayed text"
 
 

@@ -391,7 +391,10 @@ def test_a_chunked_stream_is_heard_whatever_its_chunks(monkeypatch: pytest.Monke
     ("answer", "reason"),
     [
         (b"HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\nno", "HTTP 500 , no event stream"),
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 4\r\n\r\nhtml", "HTTP 200 text/html, no event"),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 4\r\n\r\nhtml",
+            "HTTP 200 text/html, no event",
+        ),
         (b"HTTP/1.1 302 Found\r\nLocation: /login\r\nContent-Length: 0\r\n\r\n", "HTTP 302 , no event stream"),
         (b"HTTP/1.1 204 No Content\r\n\r\n", "HTTP 204 , no event stream"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "RemoteProtocolError"),
@@ -436,9 +439,7 @@ def test_a_ca_file_that_was_lost_meanwhile_costs_the_stream_and_not_the_daemon(
     path = tmp_path / "ca.pem"
     if text is not None:
         path.write_text(text)
-    ear, count = heard(
-        b"", until=lambda ear: len(ear.ups) >= 3, monkeypatch=monkeypatch, ca_file=path, scheme="https"
-    )
+    ear, count = heard(b"", until=lambda ear: len(ear.ups) >= 3, monkeypatch=monkeypatch, ca_file=path, scheme="https")
     assert set(ear.ups) == {False}
     assert count == 0
     assert ssl.SSLError.__name__ in ear.recorded.of(ApiTroubled)[0].reason or text is None

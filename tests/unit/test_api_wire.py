@@ -190,7 +190,10 @@ SENSELESS: dict[str, tuple[bytes, str]] = {
     "a negative length": (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "Content-Length is no number"),
     "a signed length": (b"HTTP/1.1 200 OK\r\nContent-Length: +5\r\n\r\n", "Content-Length is no number"),
     "two lengths in one": (b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5\r\n\r\n", "Content-Length is no number"),
-    "a length beyond all numbers": (b"HTTP/1.1 200 OK\r\nContent-Length: " + HUGE_NUMBER + b"\r\n\r\n", "more than 1000"),
+    "a length beyond all numbers": (
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + HUGE_NUMBER + b"\r\n\r\n",
+        "more than 1000",
+    ),
     "another coding": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", "was not asked for"),
     "a chunk without a size": (chunked(end=b"\r\n"), "size is no number"),
     "a chunk with a size in words": (chunked(end=b"five\r\nhello\r\n"), "size is no number"),
@@ -704,7 +707,9 @@ def test_a_call_that_is_cancelled_at_any_moment_leaves_the_wire_usable(steps: in
     run(main)
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\nhal", chunked(BODY)[:-3]])
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\nhal", chunked(BODY)[:-3]]
+)
 def test_a_call_that_is_cancelled_in_its_answer_closes_its_connection(said: bytes) -> None:
     async def main() -> None:
         reached = asyncio.Event()

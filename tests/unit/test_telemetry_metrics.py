@@ -379,7 +379,8 @@ def test_names_and_help_follow_the_conventions() -> None:
 PROMISED = """
     worker_jobs_processed worker_jobs_in_progress worker_job_processing_seconds children child_restarts child_kills
     child_boot_seconds lease_renewals leases_held leases_lost lease_renewal_lateness_seconds api_requests
-    api_request_seconds claims claims_empty claimed_jobs reloads child_metrics_dropped job_wait_seconds outbox_depth outbox_age_seconds unsettled
+    api_request_seconds claims claims_empty claimed_jobs job_wait_seconds outbox_depth outbox_age_seconds unsettled
+    reloads child_metrics_dropped
     heartbeat_age_seconds job_cpu_seconds orphans_killed log_lines_dropped loop_lag_seconds child_pss_bytes
     child_uss_bytes build phase
 """

@@ -7,10 +7,10 @@ import signal
 import time
 from typing import Any
 
-from ledger import note
 from prometheus_client import Counter, Enum, Gauge, Histogram, Info, Summary
 
 from spooled_supervisor import App, JobContext
+from tests.support.apps.ledger import note
 
 app = App()
 
