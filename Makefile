@@ -33,7 +33,7 @@ check: $(VENV)/.installed-test ## format, lint, types
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-e2e: $(VENV)/.installed-test ## only the tests with real processes
+e2e: $(VENV)/.installed-test ## only the tests with real processes; E2E_TRANSPORT=grpc-stream is another transport
 	@exec $(RUN) -m pytest tests/e2e $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test ## measure: jobs per second, cost per job, latencies

@@ -49,7 +49,7 @@ class ClaimedQueue:
     breaker: QueueBreaker = field(default_factory=QueueBreaker)
     backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
     next_at: float = 0.0
-    is_put_off: bool = False  # the last claim failed: until `next_at` no hint counts
+    put_off_until: float = 0.0  # a claim has failed: until then no hint counts
     hint_at: float | None = None  # said to have a job while a claim was in flight that may not have seen it
     active_at: float = 0.0  # when it last had a job, or was said to have one
     idle_s: float = 0.0  # the last pause of a queue that has been empty for long
@@ -104,7 +104,7 @@ class Claimer:
             queue.active_at = max(queue.active_at, at)
             if queue.asked:
                 queue.hint_at = at if queue.hint_at is None else min(queue.hint_at, at)
-            elif at < queue.next_at and not queue.is_put_off:
+            elif queue.put_off_until <= at < queue.next_at:
                 queue.next_at = at
                 self._alarm.ring()
 
@@ -123,8 +123,7 @@ class Claimer:
     def forget_pauses(self) -> None:
         """What every queue was put off for is over: the API key is accepted."""
         for queue in self.queues.values():
-            queue.next_at = 0.0
-            queue.is_put_off = False
+            queue.next_at = queue.put_off_until = 0.0
         self.wake()
 
     async def run(self) -> None:
@@ -212,7 +211,6 @@ class Claimer:
         else:
             self._troubles.worked(operation)
             queue.backoff.reset()
-            queue.is_put_off = False
             self._events.emit(ClaimAnswered(queue.name, limit, len(claim.jobs) + len(claim.unreadable)))
             queue.asked = 0  # before the jobs are given out: they take the places now
             taken = self._on_claim(claim, limit)
@@ -260,6 +258,5 @@ class Claimer:
                 self.hint(name)
 
     def _put_off(self, queue: ClaimedQueue, operation: str, reason: str, delay_s: float) -> None:
-        queue.next_at = now() + delay_s
-        queue.is_put_off = True
+        queue.next_at = queue.put_off_until = now() + delay_s
         self._troubles.failed(operation, reason, delay_s)

@@ -114,7 +114,7 @@ def _be_copy(
             os.dup2(source, fd)
         os.close(null)
         os.close(output)
-        kernel.set_title("spooled-supervisor: copy")  # the first title before the environment moves: it looks from there
+        kernel.set_title("spooled-supervisor: copy")  # the first one before the environment moves: it looks from there
         os.environ.clear()
         os.environ.update(env)
         forkserver.be_fork_server(control, app)

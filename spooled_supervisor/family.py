@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,9 +150,11 @@ class Kin:
 
     A living process is ours if it began with our marker or is in the session of one of our children. A dead one shows
     no environment any more, so whoever was ours once is remembered, and who is below a child when its family is killed.
+    A child that nobody has heard of yet still has the fork server's `name`.
     """
 
     def __init__(self, marker: str) -> None:
+        self.name = f"spooled-{zlib.crc32(marker.encode()) & 0xFFFFFFF:07x}"
         self.sessions: set[int] = set()
         self._dead: set[int] = set()  # sessions whose leader is gone
         self._struck: set[tuple[int, int]] = set()
@@ -171,7 +174,7 @@ class Kin:
         self._struck.update(stat.identity for stat in descendants(pid))
 
     def is_ours(self, stat: Stat) -> bool:
-        is_ours = stat.identity in self._struck or self._belongs(stat)
+        is_ours = stat.identity in self._struck or stat.name == self.name or self._belongs(stat)
         if is_ours:
             self._struck.add(stat.identity)
         return is_ours

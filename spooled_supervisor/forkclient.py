@@ -344,6 +344,7 @@ class ForkServerKeeper:
         self._on_ready = on_ready
         self._server: ForkServer | None = None
         self._booting: ForkServer | None = None
+        self._retired: list[ForkServer] = []  # they may still answer what they were asked before
         self._output: OutputPipe | None = None
         self._is_ready = False
         self._watch: asyncio.Task[None] | None = None
@@ -384,13 +385,14 @@ class ForkServerKeeper:
 
     @property
     def pids(self) -> list[int]:
-        """Of the one that forks and of one that still imports the app."""
-        return [server.pid for server in (self._server, self._booting) if server is not None and server.is_alive]
+        """Of the one that forks, of one that still imports the app, and of those that have not left yet."""
+        servers = (self._server, self._booting, *self._retired)
+        return [server.pid for server in servers if server is not None and server.is_alive]
 
     @property
     def open_requests(self) -> int:
         """Forks that are not answered yet."""
-        return self._server.open_requests if self._server is not None else 0
+        return sum(server.open_requests for server in (self._server, *self._retired) if server is not None)
 
     @property
     def failed(self) -> BaseException | None:
@@ -426,6 +428,7 @@ class ForkServerKeeper:
             await self._start_one()
             if old is not None:
                 old.retire()
+                self._retired = [server for server in (*self._retired, old) if server.is_alive]
             return self.generation
 
     async def _start_one(self) -> None:
@@ -442,6 +445,7 @@ class ForkServerKeeper:
         except BaseException:
             server.kill()
             server.close()
+            await _see_gone(server)
             output.close()
             raise
         self._close_output()
@@ -503,6 +507,14 @@ class ForkServerKeeper:
         if self._output is not None:
             self._output.close()
             self._output = None
+
+
+async def _see_gone(server: ForkServer) -> None:
+    """It was killed: it is reaped, too."""
+    if server.exited is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await asyncio.shield(server.exited)
 
 
 def _is_readable(sock: socket.socket) -> bool:

@@ -33,6 +33,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ from spooled_supervisor.timing import now
 CHILD_FDS = 4  # jobs, reports, output, stack
 KILL_LIMIT_S = 2.0
 """After the supervisor's death: how long to go on killing what it has left."""
+HAND_ON_LIMIT_S = 0.1
+"""From the end of a dying process's descriptors until its children have another parent, at most."""
 is_fork_server = False
 """Whether this process is one, or a child of one: there nobody may start a worker."""
 
@@ -59,6 +62,7 @@ class _Server:
     app: App
     supervisor_pid: int
     groups: set[int]  # process groups of living children; the supervisor tells which are gone
+    has_retired: bool = False  # another fork server has taken over; whom this one has forked is not its to kill
 
     def answer(self, message: frames.FromForkServer, fds: Sequence[int] = ()) -> None:
         send_packet(self.control, frames.encode_packet(message), fds)
@@ -77,6 +81,7 @@ class _Server:
                     self.groups.discard(pid)
                 case frames.Retire():
                     self.groups.clear()
+                    self.has_retired = True
                     return
                 case frames.Preload():
                     raise ProtocolError("a second Preload")
@@ -103,18 +108,25 @@ class _Server:
         for group in self.groups:
             with contextlib.suppress(OSError):  # gone already
                 os.killpg(group, signal.SIGKILL)
+        if self.has_retired or not self._is_orphaned():
+            return
         give_up_at = now() + KILL_LIMIT_S
-        if self._is_orphaned():
-            while family.kill_marked(os.environ.get(family.MARKER, "")).left and now() < give_up_at:
-                os.sched_yield()
+        while family.kill_marked(os.environ.get(family.MARKER, "")).left and now() < give_up_at:
+            os.sched_yield()
 
     def _is_orphaned(self) -> bool:
         """Whether the supervisor is dead or dying: the kernel closes its descriptors a moment before it hands on its
-        children (exit_files, exit_notify), so getppid alone would say no."""
-        if os.getppid() != self.supervisor_pid:
-            return True
-        stat = processes.read_stat(self.supervisor_pid)
-        return stat is None or stat.is_dying
+        children (exit_files, exit_notify), so getppid alone would say no. Where /proc does not show the supervisor
+        (ProtectProc=invisible hides what is not dumpable) that moment is waited for."""
+        give_up_at = now() + HAND_ON_LIMIT_S
+        while os.getppid() == self.supervisor_pid:
+            stat = processes.read_stat(self.supervisor_pid)
+            if stat is not None:
+                return stat.is_dying
+            if now() > give_up_at:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _fork_twice(self, slot: int, fds: Sequence[int]) -> tuple[int, int]:
         _flush()  # what waits in a buffer now would be written by the child as well
@@ -242,6 +254,8 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
         return 1
     kernel.set_parent_death_signal(0)  # from here on it sees the end of its socket, and has groups to kill then
     kernel.set_title("spooled-supervisor: fork server")
+    if settings.process_name:
+        kernel.set_name(settings.process_name)
     server.answer(frames.Preloaded(sorted(app.handlers), threads))
     try:
         server.serve()

@@ -168,6 +168,7 @@ class Preload(_Message, frozen=True, array_like=True, tag=1):
     log_level: str
     on_abort: str = "signal"  # of a plain callable
     search_path: list[str] = []  # where to look for the app beside the usual places
+    process_name: str = ""  # by which children are known before they are adopted, in a program that has others
 
 
 class Fork(_Message, frozen=True, array_like=True, tag=2):

@@ -8,6 +8,7 @@ Never `waitpid(-1)`: known children are reaped by their owner, strangers by numb
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 
 from spooled_supervisor import events as ev
@@ -85,7 +86,9 @@ class Graveyard:
     def close(self) -> None:
         """Kill and reap what is there, for the last time."""
         self._cancel_timer()
-        family.sweep(self._foreign, kill=True, ours=self._ours)
+        give_up_at = now() + (0.0 if self._kin is None else WAIT_LIMIT_S)  # a program that goes on must keep no zombies
+        while family.sweep(self._foreign, kill=True, ours=self._ours).left and now() < give_up_at:
+            time.sleep(LOOK_AGAIN_S / 10)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -91,6 +91,10 @@ class Observer:
         self._memory_percent: float | None = None
         self._memory: dict[int, tuple[int, int]] = {}  # pid: (pss, uss)
 
+    def set_queues(self, queues: Sequence[QueueConfig]) -> None:
+        """Show these from now on: a reload has brought or dropped some."""
+        self._queues = queues
+
     # --- heartbeats ----------------------------------------------------------------------------------------------
 
     def vitals(self) -> Vitals:

@@ -501,6 +501,8 @@ class Pool:
         slot = self._slot_of(child)
         if slot is not None and slot.successor is child:
             self._succeed(slot)
+        if slot is not None and child.generation < self._keeper.generation:
+            slot.renew_reason = slot.renew_reason or "reload"  # forked before the reload, adopted after it
         boot_s = round(child.ready_at - child.born_at, 4)
         self._events.emit(ev.ChildReady(child.slot, child.generation, child.pid, boot_s))
         self.turn()

@@ -1,17 +1,17 @@
 """Jobs from streams (StreamJobs): one stream for each place that is free, instead of polls.
 
-The server pushes a job when it likes, so an open stream is a claim that waits: there are never more of them than places,
-and none while nothing may be claimed. Each goes round:
+The server pushes a job when it likes, so an open stream is a claim that waits: there are never more of them than
+places, and none while nothing may be claimed. Each goes round:
 
     OPEN    waits for a job; its place is reserved
     TAKEN   a job came, leased some time ago: it is renewed at once, and counts from the start of that renewal
     HELD    the job is in the lease book; the next one is not read before this one is settled, and is not sent either by
             a server that paces its streams so
 
-Closing a stream may lose a job that is just on its way: it stays leased until its lease ends, as the service has no way
-to take it back. Therefore a stream is closed only when it must be. An older server leases jobs ahead of what is read. One
-that is over when it is read has told so, and from then on the queue is asked by Dequeue. So are several queues, always:
-a stream waits at one queue, and its place would stand empty while others have jobs.
+Closing a stream may lose a job that is just on its way: it stays leased until its lease ends, as the service has no
+way to take it back. Therefore a stream is closed only when it must be. An older server leases jobs ahead of what is
+read. One that is over when it is read has told so, and from then on the queue is asked by Dequeue. So are several
+queues, always: a stream waits at one queue, and its place would stand empty while others have jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from spooled_supervisor.api.values import Claim
-from spooled_supervisor.claiming import Claimer, ClaimedQueue
+from spooled_supervisor.claiming import ClaimedQueue, Claimer
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
 from spooled_supervisor.events import ClaimAnswered, Event, JobLeaseLost, OutcomeDropped, OutcomeSettled
 from spooled_supervisor.job import Job
@@ -97,7 +97,7 @@ class Streamer(Claimer):
         if queue is None:
             super()._turn(at)
             return
-        if not self._may_claim() or self._gate.wait_for_claim(at) > 0:
+        if not self._may_claim() or self._is_finishing:
             self._close(*self._tasks)
             return
         self._note_success(queue, at)
@@ -106,7 +106,7 @@ class Streamer(Claimer):
         )
         if missing < 0:
             self._close(*[stream for stream in self._tasks if stream.stage is Stage.OPEN][missing:])
-        elif at >= queue.next_at:
+        elif at >= queue.next_at and self._gate.wait_for_claim(at) == 0:
             for _ in range(missing):
                 self._open(queue, at)
 
@@ -126,7 +126,8 @@ class Streamer(Claimer):
 
     def _note_success(self, queue: ClaimedQueue, at: float) -> None:
         """Nothing is said by a stream without jobs, so it is asked how long it has been there."""
-        if self._streams.is_connected and any(at - stream.opened_at >= STEADY_S for stream in self._tasks):
+        alive = (stream for stream, task in self._tasks.items() if not task.done())
+        if self._streams.is_connected and any(at - stream.opened_at >= STEADY_S for stream in alive):
             self._worked(queue)
 
     def _worked(self, queue: ClaimedQueue) -> None:
@@ -160,22 +161,25 @@ class Streamer(Claimer):
                 async for job in jobs:
                     stream.stage = Stage.TAKEN
                     self._worked(queue)
-                    await self._take(stream, job)
-                    if self._is_finishing or self._is_leased_ahead:
+                    if not await self._take(stream, job) or self._is_finishing:
                         return
                     stream.stage, stream.key = Stage.OPEN, None
         except (ApiRefused, ApiUnavailable) as error:
             self._failed(queue, f"stream {queue.name}", error)
 
-    async def _take(self, stream: Stream, job: Job) -> None:
-        """Make sure that the job is ours, hand it over, and wait until it is settled."""
-        renewed = await self._renewed(stream.queue, job)
+    async def _take(self, stream: Stream, job: Job) -> bool:
+        """Make sure that the job is ours, hand it over, and wait until it is settled; whether to read on then."""
+        queue = stream.queue
+        renewed = await self._renewed(queue, job)
         if renewed is None:
-            return
+            return not self._is_leased_ahead
         stream.stage, stream.key = Stage.HELD, renewed.key
         stream.stirred.clear()
-        self._events.emit(ClaimAnswered(stream.queue.name, 1, 1))
-        self._on_claim(Claim((renewed,)), 1)
+        self._events.emit(ClaimAnswered(queue.name, 1, 1))
+        if not self._on_claim(Claim((renewed,)), 1):
+            # What we cannot use goes back, and the next would come at once: the stream ends before that is settled.
+            queue.next_at = now() + self._pause(queue, 0)
+            return False
         while renewed.key in self._leases and not self._is_finishing:
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -183,6 +187,7 @@ class Streamer(Claimer):
             except TimeoutError:
                 pass  # an outcome that was given up has perhaps been told too early
             stream.stirred.clear()
+        return True
 
     async def _renewed(self, queue: ClaimedQueue, job: Job) -> Job | None:
         """The job, counted from the start of a renewal; None if it is not ours, or if that cannot be found out."""

@@ -53,6 +53,7 @@ from spooled_supervisor.progress import ProgressSender
 from spooled_supervisor.registration import Registration
 from spooled_supervisor.settling import Settler
 from spooled_supervisor.statedir import StateDir
+from spooled_supervisor.streaming import Streamer
 from spooled_supervisor.telemetry.endpoints import Endpoints
 from spooled_supervisor.telemetry.history import History
 from spooled_supervisor.telemetry.logs import EventLog, StandardLog
@@ -280,19 +281,8 @@ class Supervisor:
             on_metrics=metrics.children.take,
             kin=None if self._guest is None else self._guest.kin,
         )
-        self._claimer = Claimer(
-            api,
-            pool,
-            queues,
-            config.claims,
-            events=events,
-            troubles=self._troubles,
-            gate=self._gate,
-            spawn=self._spawn,
-            may_claim=self._may_claim,
-            on_claim=lambda claim, asked: self._holder.take(claim, asked),
-            on_refused=self._on_refused,
-        )
+        self._claimer = self._make_claimer(api)
+        self._breakers = {name: queue.breaker for name, queue in self._claimer.queues.items()}
         self._holder = Holder(
             api,
             pool,
@@ -309,7 +299,7 @@ class Supervisor:
             progress=ProgressSender(api, pool, self._gate, self._spawn),
             outbox=self._outbox,
             poison=PoisonList(self._outbox),
-            breakers={name: queue.breaker for name, queue in self._claimer.queues.items()},
+            breakers=self._breakers,
             abort_grace_s=config.pool.abort_grace_s,
             limit_of=self._limit_of,
             is_draining=lambda: self._standing.phase > Phase.RUNNING,
@@ -344,14 +334,36 @@ class Supervisor:
             history=self._history,
         )
 
+    def _make_claimer(self, api: RestApi | BothApi) -> Claimer:
+        """Who brings jobs: asked for, or pushed through streams."""
+        kind: Callable[..., Claimer] = Claimer
+        if isinstance(api, BothApi) and self._config.api.transport == "grpc-stream":
+            kind = functools.partial(Streamer, api.grpc, self._leases)
+        return kind(
+            api,
+            self._pool,
+            self._queues,
+            self._config.claims,
+            events=self._events,
+            troubles=self._troubles,
+            gate=self._gate,
+            spawn=self._spawn,
+            may_claim=self._may_claim,
+            on_claim=lambda claim, asked: self._holder.take(claim, asked),
+            on_refused=self._on_refused,
+        )
+
     def _wire_commands(self, keeper: ForkServerKeeper, metrics: Metrics) -> Commands:
         assert self._observer is not None
+        observer = self._observer
 
         def on_reloaded() -> None:
             if not self._config.queues:
                 self._queues = tuple(QueueConfig(name) for name in keeper.queue_names)
                 metrics.declare_queues(keeper.queue_names)
                 self._claimer.set_queues(self._queues)
+                self._breakers.update((name, queue.breaker) for name, queue in self._claimer.queues.items())
+                observer.set_queues(self._queues)
 
         def on_reloading(is_begin: bool, text: str) -> None:
             self._reload_trouble = "" if is_begin else text
@@ -365,7 +377,7 @@ class Supervisor:
             pool=self._pool,
             keeper=keeper,
             holder=self._holder,
-            observer=self._observer,
+            observer=observer,
             events=self._events,
             abort_grace_s=self._config.pool.abort_grace_s,
             set_quiet=self._set_quiet,

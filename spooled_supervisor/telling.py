@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,17 +26,20 @@ class Callbacks:
 
     def __init__(self) -> None:
         self._by_name: dict[str, tuple[Callback, ...]] = dict.fromkeys(we.NAMES, ())
+        self._lock = threading.RLock()
 
     def add(self, name: str, callback: Callback) -> None:
         """Raises ValueError for a name that is none."""
-        self._by_name[_known(name)] += (callback,)
+        with self._lock:
+            self._by_name[_known(name)] += (callback,)
 
     def remove(self, name: str, callback: Callback) -> None:
         """Once, if it is there."""
-        kept = list(self._by_name[_known(name)])
-        if callback in kept:
-            kept.remove(callback)
-        self._by_name[name] = tuple(kept)
+        with self._lock:
+            kept = list(self._by_name[_known(name)])
+            if callback in kept:
+                kept.remove(callback)
+            self._by_name[name] = tuple(kept)
 
     def wants(self, name: str) -> bool:
         return bool(self._by_name[name])

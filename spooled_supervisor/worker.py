@@ -134,7 +134,7 @@ class SpooledWorker:
         self._auto_start = auto_start
         self._app = App()
         self._callbacks = Callbacks()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the program's may call `stop` wherever we are
         self._state = "idle"
         self._ended = threading.Event()
         self._ended.set()
@@ -377,7 +377,9 @@ class _Life:
     def _preload(self, generation: int) -> Preload:
         settings = preload(self._config, generation)
         handler = self._worker._app.handlers[self._worker.queue_name]
-        return msgspec.structs.replace(settings, app=self._name, on_abort=handler.on_abort, search_path=_search_path())
+        return msgspec.structs.replace(
+            settings, app=self._name, on_abort=handler.on_abort, search_path=_search_path(), process_name=self._kin.name
+        )
 
     @property
     def _spawn(self) -> Spawn:
@@ -543,7 +545,8 @@ def _why_not_importable(handler: Callable[..., Any], module: str | None, name: s
         return "it is defined in the program's main file"
     if "<" in name:
         return "it is defined inside a function" if "<locals>" in name else "it is a lambda"
-    home = found = sys.modules.get(module)
+    home = sys.modules.get(module)
+    found: Any = home
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is None and getattr(getattr(home, "__spec__", None), "_initializing", False):

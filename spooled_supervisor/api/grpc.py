@@ -234,6 +234,8 @@ class GrpcApi:
                     yield job
         except grpc.aio.AioRpcError as error:
             raise self.stream_error("stream", error) from error
+        except grpc.aio.UsageError as error:  # the channel is closed
+            raise ApiUnavailable(str(error)) from error
         finally:
             call.cancel()
         raise ApiUnavailable("the server has ended the stream")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -145,6 +146,8 @@ def make_api(config: ApiConfig, api_key: Callable[[], str], worker_id: str, even
     rest = RestApi(base_url=config.url, api_key=api_key, worker_id=worker_id, events=events, ca_file=config.ca_file)
     if not config.uses_grpc:
         return rest
+    # It writes lines of its own to standard error, for what its statuses say too; read when it is loaded.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from spooled_supervisor.api.grpc import GrpcApi
     from spooled_supervisor.api.grpc_process import GrpcProcessApi
 

@@ -64,6 +64,7 @@ def run_in_child(
     )
     marker = f"test {os.getpid()} {secrets.token_hex(8)}"
     env = child_environment(os.environ, marker=marker, threads=1)
+    kin = Kin(marker)
     with contextlib.ExitStack() as stack:
         stack.callback(kill_marked, marker)
         spec = "the app"
@@ -83,13 +84,14 @@ def run_in_child(
                 0,
                 True,
                 False,
-                "debug",
+                "info",
                 handler.on_abort,
                 [os.path.abspath(entry) for entry in sys.path],
+                kin.name,
             ),
             env,
             spawn,
-            marker,
+            kin,
         )
         stack.enter_context(hosting.subreaper())
         loop = timing.new_event_loop()
@@ -110,11 +112,11 @@ def _name_of(target: App | Callable[..., Any], handler: Handler) -> str:
 class _Bench:
     """A pool with one child and no service."""
 
-    def __init__(self, preload: Callable[[int], Preload], env: dict[str, str], spawn: Spawn, marker: str) -> None:
+    def __init__(self, preload: Callable[[int], Preload], env: dict[str, str], spawn: Spawn, kin: Kin) -> None:
         self._preload = preload
         self._env = env
         self._spawn = spawn
-        self._kin = Kin(marker)
+        self._kin = kin
         self._events = Events()
         self._logs: list[LogLine] = []
         self._reports: list[ProgressReport] = []

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
+import grpc.aio
 import pytest
 
 from spooled_supervisor import timing
@@ -20,11 +25,13 @@ from spooled_supervisor.api.values import NotCarried, Settled
 from spooled_supervisor.errors import ApiUnavailable, ConfigError, CredentialsRefused, LeaseLost, ProtocolError
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job
+from spooled_supervisor.proto import spooled_pb2 as pb
 from tests.support.devserver import DevServer, Producer, dev_server
 
 T = TypeVar("T")
 LIMIT_S = 10.0
 LEASE_S = 30
+KEY = "sp_test_0123456789"
 KINDS = {"unary": GrpcApi, "process": GrpcProcessApi}
 
 
@@ -451,3 +458,53 @@ def test_an_earlier_life_is_reported_under_its_own_id(server: DevServer, queue_n
         await api.acting_as("w-0").complete(job, b"{}", tries_before=0, deadline=soon())
 
     by_both(server, main, by_grpc=True)
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Certificate and key of 127.0.0.2, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl(1) to make a certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=stub"
+    extra = ["-addext", "subjectAltName=IP:127.0.0.2", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_tls_is_spoken_and_verified(certificate: tuple[Path, Path], is_trusted: bool) -> None:
+    cert, key = certificate
+    seen: list[str] = []
+
+    async def dequeue(request: pb.DequeueRequest, context: Any) -> pb.DequeueResponse:
+        seen.extend(str(value) for name, value in context.invocation_metadata() if name == "x-api-key")
+        return pb.DequeueResponse(jobs=[pb.Job(id="j", lease_id="l", queue_name=request.queue_name)])
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(
+            dequeue, pb.DequeueRequest.FromString, pb.DequeueResponse.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", {"Dequeue": handler})
+        server.add_generic_rpc_handlers((handlers,))
+        credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+        port = server.add_secure_port("127.0.0.2:0", credentials)
+        await server.start()
+        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
+        try:
+            async with GrpcApi(address=f"127.0.0.2:{port}", ca_file=cert if is_trusted else None, **settings) as api:
+                assert [job.id for job in await claimed(api, "q")] == ["j"]
+        finally:
+            await server.stop(0)
+
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        if is_trusted:
+            runner.run(main())
+        else:
+            with pytest.raises(ApiUnavailable):
+                runner.run(main())
+    assert seen == ([KEY] if is_trusted else []), "the key is shown to nobody else"

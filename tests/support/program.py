@@ -28,7 +28,8 @@ client = SpooledClient()
 atexit.register(client.close)
 logging.getLogger("spooled_supervisor").addHandler(logging.NullHandler())
 def worker(queue, **options):
-    return SpooledWorker(client, os.environ["QUEUE_PREFIX"] + queue, **{"concurrency": 1, "poll_interval": 0.1, **options})
+    quick = {"concurrency": 1, "poll_interval": 0.1, **options}
+    return SpooledWorker(client, os.environ["QUEUE_PREFIX"] + queue, **quick)
 def create(w, payload, **fields):
     return client.jobs.create(queue_name=w.queue_name, payload=payload, **fields).id
 def children_of_ours():

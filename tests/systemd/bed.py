@@ -50,7 +50,8 @@ def why_not() -> str:
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing or not SYSTEMD.exists():
         return f"missing: {', '.join(missing or [str(SYSTEMD)])} (Debian: systemd dbus util-linux)"
-    trial = "mount -t tmpfs bed /mnt && mkdir /mnt/a /mnt/b /mnt/c && mount -t overlay -o lowerdir=/,upperdir=/mnt/a,workdir=/mnt/b bed /mnt/c"
+    layers = "lowerdir=/,upperdir=/mnt/a,workdir=/mnt/b"
+    trial = f"mount -t tmpfs bed /mnt && mkdir /mnt/a /mnt/b /mnt/c && mount -t overlay -o {layers} bed /mnt/c"
     flags = ["--fork", "--pid", "--mount", "--uts", "--ipc", "--net", "--cgroup", "--propagation", "private"]
     tried = subprocess.run(["unshare", *flags, "sh", "-c", trial], capture_output=True, text=True, check=False)
     return "" if tried.returncode == 0 else f"no namespaces or no overlay here: {tried.stderr.strip()}"
@@ -80,7 +81,9 @@ class Bed:
     def run(self, *words: str, timeout_s: float = COMMAND_LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Run a command inside, whatever its exit code."""
         line = self.command(*words)
-        return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
 
     def ok(self, *words: str, timeout_s: float = COMMAND_LIMIT_S) -> str:
         """The output of a command that must succeed."""

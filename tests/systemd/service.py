@@ -1,4 +1,4 @@
-"""The unit in the test bed, as an operator sees it: configuration files, systemctl, the journal, the state directory."""
+"""The unit in the test bed, as an operator sees it: configuration files, systemctl, journal, state directory."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ class Journal:
         found = [_entry(raw) for raw in self._bed.ok(*self._line).splitlines()]
         return [entry for entry in found if entry["at"] > after]
 
-    def wait_for(
-        self, after: int, what: str, fits: Callable[[Entry], bool], timeout_s: float = PATIENCE_S
-    ) -> Entry:
+    def wait_for(self, after: int, what: str, fits: Callable[[Entry], bool], timeout_s: float = PATIENCE_S) -> Entry:
         """The first entry since this mark that fits."""
         deadline = time.monotonic() + timeout_s
         place = 0
@@ -260,7 +258,7 @@ class Service:
         self.ledger.assert_no_overlap()
         if not self.traceback_is_fine:
             raised = [entry["MESSAGE"] for entry in self.entries() if "Traceback" in entry["MESSAGE"]]
-            assert not raised, "\n".join(raised)
+            assert not raised, self.journal.tail(self._began, 200)
 
     def clean_up(self) -> None:
         """Whatever has happened, the next test finds a unit that was never started."""
@@ -287,5 +285,3 @@ def service_in(bed: Bed, journal: Journal, server: DevServer, client: Producer) 
         service.check()
     finally:
         service.clean_up()
-
-

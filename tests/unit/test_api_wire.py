@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spooled_supervisor import timing
-from spooled_supervisor.api import wire
 from spooled_supervisor.api.wire import (
     KEEPALIVE_S,
     MAX_CHUNK_LINE,
@@ -629,7 +628,7 @@ def test_a_connection_that_was_idle_for_too_long_is_closed(monkeypatch: pytest.M
     at = [100.0]
 
     async def main() -> None:
-        monkeypatch.setattr(wire.timing, "now", lambda: at[0])
+        monkeypatch.setattr(timing, "now", lambda: at[0])
         async with service(well_behaved) as (it, direct):
             await send(direct)
             at[0] += KEEPALIVE_S
@@ -648,7 +647,7 @@ def test_the_connection_that_was_used_last_is_used_first_and_the_others_age(monk
     at = [100.0]
 
     async def main() -> None:
-        monkeypatch.setattr(wire.timing, "now", lambda: at[0])
+        monkeypatch.setattr(timing, "now", lambda: at[0])
         async with service(well_behaved) as (it, direct):
             await asyncio.gather(*[send(direct) for _ in range(3)])
             for _ in range(4):
@@ -729,9 +728,9 @@ def test_a_call_that_is_cancelled_in_its_answer_closes_its_connection(said: byte
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
+            await it.lines[0].left.wait()
             assert (await send(direct)).body == BODY
             assert len(it.lines) == 2
-            await it.lines[0].left.wait()
 
     run(main)
 
@@ -818,7 +817,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
     async def main() -> None:
         trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         async with service(well_behaved, tls=serving(certificate), trust=trust) as (it, direct):
-            with pytest.raises(WireError, match="no connection: .*certificate verify failed"):
+            with pytest.raises(WireError, match=r"no connection: .*certificate verify failed"):
                 await send(direct)
             assert it.lines == []
 

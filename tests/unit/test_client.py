@@ -156,7 +156,7 @@ def test_create_sends_what_was_said_and_leaves_out_what_was_not(made: Make) -> N
 def test_create_says_whether_the_key_was_known(made: Make) -> None:
     client, service = made(answer(200, {"id": "j1", "created": False}))
     when = datetime(2026, 1, 1, tzinfo=UTC)
-    fields = {"max_retries": 1, "timeout_seconds": 9, "idempotency_key": "k", "parent_job_id": "p"}
+    fields: dict[str, Any] = {"max_retries": 1, "timeout_seconds": 9, "idempotency_key": "k", "parent_job_id": "p"}
     created = client.jobs.create(
         queue_name="q", payload=1, scheduled_at=when, expires_at="2026-02-01T00:00:00Z", **fields
     )
@@ -186,7 +186,11 @@ def test_bulk_tells_of_each_job(made: Make) -> None:
         "failed": [{"index": 1, "error": "too large"}],
     }
     client, service = made(answer(200, said))
-    jobs = [{"payload": 1}, {"payload": 2, "priority": 3}, {"payload": 3, "scheduled_at": datetime(2026, 1, 1, tzinfo=UTC)}]
+    jobs: list[dict[str, Any]] = [
+        {"payload": 1},
+        {"payload": 2, "priority": 3},
+        {"payload": 3, "scheduled_at": datetime(2026, 1, 1, tzinfo=UTC)},
+    ]
     result = client.jobs.bulk(queue_name="q", jobs=jobs, default_priority=1)
     assert result.ids == ["a", "c"]
     assert result.succeeded[1] == BulkCreated(0, "a", True)
@@ -266,7 +270,12 @@ def tries(client: SpooledClient, service: Service, call: Callable[[SpooledClient
         (lambda client: client.jobs.create(queue_name="q", payload=1, idempotency_key="k"), 4),
         (lambda client: client.jobs.create(queue_name="q", payload=1), 1),
         (lambda client: client.jobs.bulk(queue_name="q", jobs=[{"payload": 1, "idempotency_key": "k"}]), 4),
-        (lambda client: client.jobs.bulk(queue_name="q", jobs=[{"payload": 1, "idempotency_key": "k"}, {"payload": 2}]), 1),
+        (
+            lambda client: client.jobs.bulk(
+                queue_name="q", jobs=[{"payload": 1, "idempotency_key": "k"}, {"payload": 2}]
+            ),
+            1,
+        ),
         (lambda client: client.jobs.retry("j"), 1),
     ],
 )

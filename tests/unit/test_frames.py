@@ -49,7 +49,7 @@ GOLDEN: list[tuple[ToChild | FromChild, str]] = [
 GOLDEN_PACKETS: list[tuple[ToForkServer | FromForkServer, str]] = [
     (
         frames.Preload(1, "app:app", ["emails"], False, 5, True, False, "info"),
-        "9b 01 01 a76170703a617070 91a6656d61696c73 c2 05 c3 c2 a4696e666f a67369676e616c 90",
+        "9c 01 01 a76170703a617070 91a6656d61696c73 c2 05 c3 c2 a4696e666f a67369676e616c 90 a0",
     ),
     (frames.Fork(9, 3), "93 02 09 03"),
     (frames.Forget(4711), "92 03 cd1267"),

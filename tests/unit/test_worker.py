@@ -74,7 +74,9 @@ def test_everything_that_is_wrong_is_told_at_once_by_the_name_of_its_argument() 
     }
 
 
-def test_nothing_is_taken_from_the_environment_but_the_clients_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_nothing_is_taken_from_the_environment_but_the_clients_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.setenv("SPOOLED_PROCS", "77")
     monkeypatch.setenv("STATE_DIRECTORY", "/nowhere")
     config = make(concurrency=3, version="my/1", metadata={"env": "test"})._configuration(tmp_path)
@@ -105,7 +107,7 @@ def test_process_gives_back_what_it_was_given() -> None:
     with pytest.raises(ValueError, match="has a handler already"):
         first.process(top_level)
     with pytest.raises(TypeError):
-        third.process(7)  # type: ignore[type-var] # that is the point
+        third.process(7)  # type: ignore[call-overload] # that is the point
 
 
 def test_a_worker_without_a_handler_does_not_start() -> None:
@@ -196,12 +198,15 @@ def test_a_thread_with_an_event_loop_is_not_blocked() -> None:
 
 def test_unknown_events_are_refused_with_those_that_there_are() -> None:
     for method in (make().on, make().off):
-        with pytest.raises(ValueError, match=r"no event 'job:done'; the events are: started, stopped, error, job:claimed"):
+        with pytest.raises(
+            ValueError, match=r"no event 'job:done'; the events are: started, stopped, error, job:claimed"
+        ):
             method("job:done", print)
 
 
 def test_unsubscribe_ends_one_subscription_and_off_too() -> None:
-    new, heard = make(), []
+    new = make()
+    heard: list[object] = []
 
     def callback(event: object) -> None:
         heard.append(event)
@@ -219,7 +224,8 @@ def test_unsubscribe_ends_one_subscription_and_off_too() -> None:
 
 
 def test_a_callback_that_raises_is_logged_and_the_next_one_is_called(caplog: pytest.LogCaptureFixture) -> None:
-    callbacks, heard = Callbacks(), []
+    callbacks = Callbacks()
+    heard: list[object] = []
 
     def bad(event: object) -> None:
         callbacks.remove("stopped", bad)  # while they are being called
@@ -409,15 +415,20 @@ def test_stop_signals_reach_the_loop_and_the_handlers_come_back() -> None:
     before = {number: signal.getsignal(number) for number in hosting.STOP_SIGNALS}
     loop = asyncio.new_event_loop()
     got: list[signal.Signals] = []
+    both = asyncio.Event()
+
+    def note(number: signal.Signals) -> None:
+        got.append(number)
+        if len(got) == 2:
+            both.set()
 
     async def be_signalled() -> None:
         for number in hosting.STOP_SIGNALS:
             os.kill(os.getpid(), number)
-        while len(got) < 2:
-            await asyncio.sleep(0)
+        await both.wait()
 
     try:
-        with hosting.stop_signals(loop, got.append):
+        with hosting.stop_signals(loop, note):
             loop.run_until_complete(asyncio.wait_for(be_signalled(), 5))
     finally:
         loop.close()
