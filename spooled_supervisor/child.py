@@ -36,8 +36,10 @@ from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
+from spooled_supervisor.rates import LineRate
 from spooled_supervisor.results import NotJson, encode_result
 from spooled_supervisor.tidy import Baseline
+from spooled_supervisor.wording import PACKAGE_DIR, clip_text, describe_error, safe_text
 
 if TYPE_CHECKING:
     import asyncio
@@ -60,10 +62,6 @@ EXIT_LEFT = 0
 EXIT_SUPERVISOR_GONE = 3
 EXIT_BOOT_FAILED = 4
 READ_BYTES = 1 << 20
-LOG_LINES_PER_S = 200
-LOG_BURST = 1000
-STACK_FRAMES_IN_ERROR = 6
-PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
 
 
@@ -125,9 +123,7 @@ class Child:
         self._abort_waits = False  # the abort signal came while no job was running
         self._is_taking = False  # the job pipe is being read for aborts
         self._leaving = False
-        self._log_budget = float(LOG_BURST)
-        self._log_filled_at = time.monotonic()
-        self._logs_dropped = 0
+        self._log_rate = LineRate()
         self._runner: asyncio.Runner | None = None
         self._metrics = childmetrics.Reporter(lambda report: self.send(frames.Metrics(report)))
 
@@ -489,15 +485,9 @@ class Child:
         self._raise_if_due()
 
     def _may_log(self) -> bool:
-        at = time.monotonic()
-        self._log_budget = min(LOG_BURST, self._log_budget + (at - self._log_filled_at) * LOG_LINES_PER_S)
-        self._log_filled_at = at
-        if self._log_budget < 1:
-            self._logs_dropped += 1
+        if not self._log_rate.allows():
             return False
-        self._log_budget -= 1
-        if self._logs_dropped:
-            dropped, self._logs_dropped = self._logs_dropped, 0
+        if dropped := self._log_rate.take_dropped():
             self.send(frames.LogsDropped(self._run, dropped))
         return True
 
@@ -560,45 +550,6 @@ def _is_inside_handler(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-def safe_text(value: object) -> str:
-    """`str(value)`, whatever that does."""
-    try:
-        return str(value)
-    except BaseException:
-        return f"<{type(value).__name__} whose text cannot be made>"
-
-
-def clip_text(text: str) -> str:
-    """`text` as a frame takes it: bounded, no lone surrogates."""
-    return text[: frames.MAX_TEXT // 4].encode("utf-8", "backslashreplace").decode("utf-8")[: frames.MAX_TEXT]
-
-
-def describe_error(error: BaseException) -> str:
-    """`Type: message`, and the innermost frames. Never raises, never empty, bounded before it is built."""
-    try:
-        name = type(error).__qualname__
-        if type(error).__module__ not in ("builtins", "__main__"):
-            name = f"{type(error).__module__}.{name}"
-        message = safe_text(error)[:1200]
-        notes = "".join(f"\n{safe_text(note)[:200]}" for note in getattr(error, "__notes__", ())[:3])
-        places = _innermost_frames(error)
-        return f"{name}: {message}{notes}{places}" if message else f"{name}{notes}{places}"
-    except BaseException:
-        return f"{type(error).__name__} (its text cannot be made)"
-
-
-def _innermost_frames(error: BaseException) -> str:
-    places: list[str] = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(PACKAGE_DIR):
-            places.append(f"\n  at {code.co_filename}:{trace.tb_lineno} in {code.co_name}")
-            del places[:-STACK_FRAMES_IN_ERROR]
-        trace = trace.tb_next
-    return "".join(places)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spooled_supervisor import exits, frames
-from spooled_supervisor.child import ABORT_SIGNAL, PACKAGE_DIR, STACK_SIGNAL
+from spooled_supervisor.child import ABORT_SIGNAL, STACK_SIGNAL
 from spooled_supervisor.errors import ProtocolError
 from spooled_supervisor.forkclient import STACK_BYTES, NewBorn
 from spooled_supervisor.job import Job, Outcome
 from spooled_supervisor.leases import Lease
 from spooled_supervisor.lifecycle import CHILD, ChildEvent, ChildState, advance
 from spooled_supervisor.output import OutputPipe
+from spooled_supervisor.wording import PACKAGE_DIR
 
 READ_BYTES = 256 * 1024
 MAX_DRAIN_READS = 64

@@ -19,14 +19,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from spooled_supervisor import child, exits, frames
 from spooled_supervisor import events as ev
+from spooled_supervisor import exits, frames
 from spooled_supervisor.errors import AppError, ProtocolError, SupervisorError
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import MARKER
 from spooled_supervisor.forkserver import receive_packet, send_packet
 from spooled_supervisor.output import OutputPipe
 from spooled_supervisor.timing import Backoff, now
+from spooled_supervisor.wording import PACKAGE_DIR
 
 STACK_BYTES = 64 * 1024
 BOOTSTRAP = "import sys; sys.path.append(sys.argv[2]); from spooled_supervisor.forkserver import main; main()"
@@ -125,7 +126,7 @@ def spawn_interpreter(env: Mapping[str, str]) -> Spawned:
     os.set_blocking(output, True)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(child.PACKAGE_DIR[:-1])],
+            [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(PACKAGE_DIR[:-1])],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,

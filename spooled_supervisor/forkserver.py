@@ -43,6 +43,7 @@ from spooled_supervisor import child, family, frames, kernel, processes
 from spooled_supervisor.app import App, Handler, OnAbort, queue_name_problem
 from spooled_supervisor.errors import AppError, ProtocolError
 from spooled_supervisor.timing import now
+from spooled_supervisor.wording import PACKAGE_DIR
 
 CHILD_FDS = 4  # jobs, reports, output, stack
 KILL_LIMIT_S = 2.0
@@ -307,7 +308,7 @@ def _checked(app: App, spec: str, queue_names: Sequence[str]) -> App:
 def _app_error_text(spec: str, error: BaseException) -> str:
     """What went wrong while the app was imported, with the last lines of its own traceback."""
     lines = traceback.format_exception(error)
-    own = "".join(line for line in lines if "<frozen importlib" not in line and child.PACKAGE_DIR not in line)
+    own = "".join(line for line in lines if "<frozen importlib" not in line and PACKAGE_DIR not in line)
     return f"app {spec!r} cannot be imported:\n{own[-4000:].rstrip()}"
 
 

@@ -28,7 +28,7 @@ LAYERS = (
     "results frames lifecycle leases",
     "exits processes hunt family resources tidy",
     "outbox poison",
-    "output childmetrics child forkserver forkclient copies",
+    "rates wording output childmetrics child forkserver forkclient copies",
     "childlink plan graveyard pool",
     "troubles proto.*",
     "api.__init__ api.gate api.answers api.values api.messages api.claims api.service api.wire api.httpx_wire api.exchange",

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spooled_supervisor.app import AbortSignal, App, JobContext
-from spooled_supervisor.child import describe_error
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.results import NotJson, encode_result
 from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of
+from spooled_supervisor.wording import describe_error
 
 
 def run_handler(

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spooled_supervisor import child as child_module
-from spooled_supervisor import frames, kernel
+from spooled_supervisor import frames, kernel, rates
 from spooled_supervisor.app import App, JobContext
 from spooled_supervisor.child import (
     ABORT_SIGNAL,
@@ -31,12 +31,10 @@ from spooled_supervisor.child import (
     EXIT_SUPERVISOR_GONE,
     Birth,
     Child,
-    clip_text,
-    describe_error,
-    safe_text,
 )
 from spooled_supervisor.errors import JobAborted, NonRetryableError
 from spooled_supervisor.job import MAX_ERROR_CHARS, MAX_RESULT_BYTES
+from spooled_supervisor.wording import clip_text, describe_error, safe_text
 
 
 class Born(Child):
@@ -566,13 +564,13 @@ def test_a_text_of_any_size_and_kind_fits_into_a_frame(make: Make, text: str) ->
 
 
 def test_lines_beyond_the_rate_are_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "LOG_LINES_PER_S", 0)
+    monkeypatch.setattr(rates, "LINES_PER_S", 0)
 
     def handler(ctx: JobContext) -> None:
-        supervisor.child._log_budget = 2.0
+        supervisor.child._log_rate._left = 2.0
         for n in range(5):
             ctx.log("info", str(n))
-        supervisor.child._log_budget = 1.0
+        supervisor.child._log_rate._left = 1.0
         ctx.log("info", "again")
 
     supervisor = make(handler)

@@ -16,13 +16,11 @@ from spooled_supervisor import output, timing
 from spooled_supervisor.output import (
     FLOOD_BYTES,
     FLOOD_PAUSE_S,
-    LINES_BURST,
-    LINES_PER_S,
     MAX_LINE,
     TAIL_BYTES,
-    LineRate,
     OutputPipe,
 )
+from spooled_supervisor.rates import LINES_BURST, LINES_PER_S, LineRate
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
 
 
