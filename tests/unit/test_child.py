@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spooled_supervisor import child as child_module
-from spooled_supervisor import frames, kernel, rates
+from spooled_supervisor import frames, kernel, rates, wording
 from spooled_supervisor.app import App, JobContext
 from spooled_supervisor.child import (
     ABORT_SIGNAL,
@@ -842,7 +842,7 @@ def test_a_description_is_bounded_however_large_the_text_or_deep_the_stack_is() 
         deep(300)
     text = describe_error(caught.value)
     assert len(text) < 4000
-    assert text.count("\n  at ") == child_module.STACK_FRAMES_IN_ERROR
+    assert text.count("\n  at ") == wording.FRAMES_SHOWN
 
 
 def test_notes_are_part_of_a_description() -> None:
