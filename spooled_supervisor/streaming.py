@@ -1,7 +1,7 @@
 """Jobs from streams (StreamJobs): one stream for each place that is free, instead of polls.
 
-The server pushes a job when it likes, so an open stream is a claim that waits: there are never more of them than
-places, and none while nothing may be claimed. Each goes round:
+The server pushes a job when it likes, so an open stream is a claim that waits: no more are opened than there are
+places, and none is left open while nothing may be claimed. Each goes round:
 
     OPEN    waits for a job; its place is reserved
     TAKEN   a job came, leased some time ago: it is renewed at once, and counts from the start of that renewal
@@ -36,6 +36,8 @@ LOOK_S = 0.5
 """How often it is looked whether streams may be open: pressure, quiet and a full outbox ring no bell."""
 STEADY_S = 1.0
 """A stream that has been open for so long, on a channel that is connected, works."""
+SURPLUS_S = 5.0
+"""A place that is gone for a moment (its child is being replaced) keeps its stream; a job that comes waits for it."""
 RENEW_TIMEOUT_S = 10.0
 RENEW_RETRY_FIRST_S, RENEW_RETRY_CAP_S = 0.25, 5.0
 AHEAD = "a job was over before it could be read: the server leases jobs ahead, so they are asked for instead"
@@ -79,6 +81,7 @@ class Streamer(Claimer):
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._is_leased_ahead = False
         self._is_finishing = False
+        self._surplus_since = float("inf")  # there have been more streams than places since then
         self._events.subscribe(self._on_settled, OutcomeSettled, OutcomeDropped, JobLeaseLost)
 
     async def finish(self) -> None:
@@ -104,8 +107,10 @@ class Streamer(Claimer):
         missing = self._wanted(queue, self._pool.places(self._config.prefetch), at) - sum(
             map(self._reserves, self._tasks)
         )
+        self._surplus_since = min(self._surplus_since, at) if missing < 0 else float("inf")
         if missing < 0:
-            self._close(*[stream for stream in self._tasks if stream.stage is Stage.OPEN][missing:])
+            if queue.breaker.is_open or at - self._surplus_since >= SURPLUS_S:
+                self._close(*[stream for stream in self._tasks if stream.stage is Stage.OPEN][missing:])
         elif at >= queue.next_at and self._gate.wait_for_claim(at) == 0:
             for _ in range(missing):
                 self._open(queue, at)

@@ -221,8 +221,20 @@ def test_a_place_that_is_gone_closes_a_stream(clock: FakeClock) -> None:
         desk.pool.idle = 1
         desk.streamer.wake()
 
-    desk.run(3.0, (1.0, lose_two), (2.0, looked(desk, seen)))
-    assert seen == [1]
+    desk.run(9.0, (1.0, lose_two), (3.0, looked(desk, seen)), (8.0, looked(desk, seen)))
+    assert seen == [3, 1], "not at once: a child that is replaced is soon back"
+
+
+def test_a_place_that_is_soon_back_costs_no_stream(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=2)
+
+    def set_idle(idle: int) -> None:
+        desk.pool.idle = idle
+        desk.streamer.wake()
+
+    gone_and_back = [(second + part, idle) for second in range(1, 12) for part, idle in ((0.0, 1), (0.4, 2))]
+    desk.run(14.0, *[(at, lambda idle=idle: set_idle(idle)) for at, idle in gone_and_back])  # type: ignore[misc]
+    assert len(desk.server.opened) == 2
 
 
 def test_a_broken_stream_is_opened_again_after_a_back_off(clock: FakeClock) -> None:
