@@ -53,6 +53,7 @@ class Run:
     sent_percent: tuple[float | None, str | None] = (None, None)  # what `progress.py` has told the service
     sent_at: float = 0.0
     stack: str = ""
+    base_memory_bytes: int = 0  # of its child when it was given
     cpu_s: float = 0.0
 
     @property

@@ -207,7 +207,7 @@ class Pool:
         """Kill the families of children whose job has grown them beyond the limit; the job fails, saying so."""
         for child in self.children:
             run = child.run
-            if run is not None and rss_private(child.pid) - child.base_memory_bytes > limit_bytes:
+            if run is not None and rss_private(child.pid) - run.base_memory_bytes > limit_bytes:
                 text = f"the job needs more memory than --child-memory-limit {limit_bytes} bytes allows"
                 _decide(run, Failed(text))
                 self._kill(child, "memory")
@@ -370,6 +370,8 @@ class Pool:
         run.given_at = now()
         run.times_given += 1
         run.slot = child.slot
+        if self._config.child_memory_limit_bytes is not None:
+            run.base_memory_bytes = rss_private(child.pid)  # what earlier jobs have left there is not its fault
         child.output.begin()  # what was said before is not this job's
         child.run = run
         child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)

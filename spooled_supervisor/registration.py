@@ -74,6 +74,13 @@ class Registration:
         self.is_registered = False
         self.last_beat_at: float | None = None
 
+    def describe(self, *, queue_names: tuple[str, ...] | None = None, max_concurrency: int | None = None) -> None:
+        """We serve other queues, or more jobs at once, from now on: register again, under the same id."""
+        self._queue_names = queue_names or self._queue_names
+        self._max_concurrency = max_concurrency or self._max_concurrency
+        self.is_registered = False
+        self._alarm.ring()
+
     def beat_now(self) -> None:
         """Tell the service at once (the status has changed)."""
         if self.is_registered:

@@ -364,6 +364,7 @@ class Supervisor:
                 self._claimer.set_queues(self._queues)
                 self._breakers.update((name, queue.breaker) for name, queue in self._claimer.queues.items())
                 observer.set_queues(self._queues)
+                self._registration.describe(queue_names=keeper.queue_names)
 
         def on_reloading(is_begin: bool, text: str) -> None:
             self._reload_trouble = "" if is_begin else text
@@ -393,6 +394,7 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
         self._events.subscribe(self._on_request, ev.ApiRequestFinished)
         self._events.subscribe(self._on_child_started, ev.ChildStarted)
+        self._events.subscribe(self._on_scaled, ev.Scaled)
         self._events.subscribe(lambda exited: self._outbox.child_gone(exited.pid), ev.ChildExited)
         self._holder.restore(self._outbox.leftovers())
         self._spawn(self._claimer.run(), "claim")
@@ -574,6 +576,9 @@ class Supervisor:
             self._standing.is_proven = True
             self._standing.refused = None
             self._claimer.wake()
+
+    def _on_scaled(self, scaled: ev.Scaled) -> None:
+        self._registration.describe(max_concurrency=scaled.procs)
 
     def _on_child_started(self, started: ev.ChildStarted) -> None:
         start_time = processes.start_time(started.pid)

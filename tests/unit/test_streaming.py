@@ -233,7 +233,7 @@ def test_a_place_that_is_soon_back_costs_no_stream(clock: FakeClock) -> None:
         desk.streamer.wake()
 
     gone_and_back = [(second + part, idle) for second in range(1, 12) for part, idle in ((0.0, 1), (0.4, 2))]
-    desk.run(14.0, *[(at, lambda idle=idle: set_idle(idle)) for at, idle in gone_and_back])  # type: ignore[misc]
+    desk.run(14.0, *[(at, lambda idle=idle: set_idle(idle)) for at, idle in gone_and_back])
     assert len(desk.server.opened) == 2
 
 
