@@ -507,6 +507,7 @@ class Supervisor:
         if self._signals > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            os._exit(128 + number)  # still here: the kernel spares PID 1 of a container the default action
         self.climb(Phase.STOPPING if self._signals > 1 else to, number.name)
 
     def _on_command_signal(self, number: signal.Signals, command: str, request: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -148,6 +149,7 @@ def make_api(config: ApiConfig, api_key: Callable[[], str], worker_id: str, even
         return rest
     # It writes lines of its own to standard error, for what its statuses say too; read when it is loaded.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.getLogger("grpc").setLevel(logging.WARNING)  # it tells of every call at level debug
     from spooled_supervisor.api.grpc import GrpcApi
     from spooled_supervisor.api.grpc_process import GrpcProcessApi
 

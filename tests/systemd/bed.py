@@ -123,7 +123,7 @@ def boot(flavour: str = "unified") -> Iterator[Bed]:
                 except AssertionError as error:
                     log.seek(0)
                     raise AssertionError(f"{error}\n{log.read().decode(errors='replace')}") from None
-                with _standing_in_network(bed.pid1):
+                with standing_in_network(Path(f"/proc/{bed.pid1}/ns/net")):
                     yield bed
             finally:
                 _end(process)
@@ -220,17 +220,17 @@ def _remove(cgroup: Path) -> None:
 
 
 @contextlib.contextmanager
-def _standing_in_network(pid: int) -> Iterator[None]:
-    """The calling thread, and what it starts, is in the network namespace of this process (setns(2))."""
+def standing_in_network(space: Path) -> Iterator[None]:
+    """The calling thread, and what it starts, is in this network namespace (setns(2))."""
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    theirs = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    theirs = os.open(space, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _set_network(theirs)
-        yield
-        _set_network(own)
-    finally:
-        with contextlib.suppress(OSError):
+        try:
+            yield
+        finally:
             _set_network(own)
+    finally:
         os.close(own)
         os.close(theirs)
 
