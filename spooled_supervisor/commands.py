@@ -83,7 +83,7 @@ class Commands:
         if self._standing.quiet_reason is not None:
             return Answer(f"quiet already: {self._standing.quiet_reason}")
         self._set_quiet(str(request.get("by", "an operator"))[:100], "")
-        return Answer(f"quiet: nothing more is claimed; {self._pool.jobs_held} jobs are held")
+        return Answer(f"quiet: nothing more is claimed; jobs held: {self._pool.jobs_held}")
 
     async def resume(self, _request: Mapping[str, Any]) -> Answer:
         """Claim again."""

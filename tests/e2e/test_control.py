@@ -206,7 +206,7 @@ def test_quiet_claims_nothing_and_finishes_what_is_held_until_resumed(site: Site
         worker.wait_until_running()
         (running,), gate = held(site, worker)
         if by == "ctl":
-            assert done(worker, "quiet") == "quiet: nothing more is claimed; 1 jobs are held"
+            assert done(worker, "quiet") == "quiet: nothing more is claimed; jobs held: 1"
         else:
             worker.signal(signal.SIGTSTP)
         reason = worker.wait_for_event("quieted")["reason"]

@@ -74,6 +74,7 @@ def dev_server(**options: object) -> Iterator[DevServer]:
         try:
             url, api_key, grpc_address = _wait_until_ready(process, log)
             with Producer(url, api_key) as client:
+                client.stats()  # its one connection belongs to the server's fixture, not to the first test of it
                 server = DevServer(process, url, api_key, client, log, grpc_address)
                 yield server
                 server.stop()

@@ -191,7 +191,7 @@ def test_it_can_be_looked_at_and_stopped_at_any_time(command: str) -> None:
 
 def test_quiet_says_how_many_jobs_are_held() -> None:
     desk = told("quiet", by="ctl")
-    assert said(desk) == (True, "quiet: nothing more is claimed; 2 jobs are held")
+    assert said(desk) == (True, "quiet: nothing more is claimed; jobs held: 2")
     assert desk.quieted == [("ctl", "")]
 
 
