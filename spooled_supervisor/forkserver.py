@@ -209,6 +209,8 @@ def be_fork_server(control: socket.socket, app: App | None = None) -> NoReturn:
         settings = frames.decoder_of_requests().decode(packet) if packet else None
         if isinstance(settings, frames.Preload):
             status = preload_and_serve(control, settings, app)
+    except ConnectionError:  # the supervisor's end is gone before an answer was taken: the end of the socket, as well
+        status = 0
     except BaseException:
         traceback.print_exc()
         status = 1

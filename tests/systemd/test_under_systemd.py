@@ -182,6 +182,7 @@ def test_reload_takes_the_new_app_while_jobs_run_on_the_old_one(service: Service
     assert service.result("version") == "new"
     service.open_gate("go")
     assert service.value(running) == "old"
+    wait_until(lambda: len(service.events("child_exited", generation=1, reason="reload")) == 2, "the busy one replaced")
     assert service.result("version") == "new"
     assert service.main_pid == main
     assert service.shown("NRestarts") == "0"
