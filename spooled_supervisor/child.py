@@ -18,14 +18,13 @@ import inspect
 import json
 import logging
 import os
-import random
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,9 +64,12 @@ READ_BYTES = 1 << 20
 _loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Birth:
-    """What a child is born with: its place, its descriptors (jobs in; reports, output, stack out), its priority."""
+    """What a child is born with: its place, its descriptors (jobs in; reports, output, stack out), its priority.
+
+    The child moves its descriptors to high numbers, in place.
+    """
 
     slot: int
     generation: int
@@ -78,7 +80,6 @@ class Birth:
     nice: int
     kills_leftovers: bool
     pins_cpu: bool
-    log_level: str
 
 
 def run(app: App, birth: Birth) -> NoReturn:
@@ -94,17 +95,18 @@ def run(app: App, birth: Birth) -> NoReturn:
         os._exit(status)
 
 
+NO_SIGNAL = AbortSignal()
+
+
 class Child:
     """One child's life. Everything here runs in the main thread but `send`, which handlers' threads reach too."""
 
     def __init__(self, app: App, birth: Birth) -> None:
         self._app = app
-        self._birth = birth = replace(
-            birth,
-            jobs_fd=kernel.move_high(birth.jobs_fd),
-            reports_fd=kernel.move_high(birth.reports_fd),
-            stack_fd=kernel.move_high(birth.stack_fd),
-        )
+        self._birth = birth
+        birth.jobs_fd = kernel.move_high(birth.jobs_fd)
+        birth.reports_fd = kernel.move_high(birth.reports_fd)
+        birth.stack_fd = kernel.move_high(birth.stack_fd)
         self._decoder = frames.decoder_of_jobs()
         self._inbox: list[frames.ToChild] = []
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -116,14 +118,14 @@ class Child:
         self._unsent: list[bytes] = []
         self._run = 0  # the number of the running job, 0 while idle
         self._on_abort = "signal"
-        self._signal = AbortSignal()
+        self._signal = NO_SIGNAL
         self._raised = False  # JobAborted was raised inside the running handler
         self.raise_later = False  # ... or will be, when the call into us is over
         self._task: asyncio.Task[Any] | None = None
         self._abort_waits = False  # the abort signal came while no job was running
         self._is_taking = False  # the job pipe is being read for aborts
         self._leaving = False
-        self._log_rate = LineRate()
+        self._log_rate: LineRate | None = None  # made by the first line: an idle child should own little
         self._runner: asyncio.Runner | None = None
         self._metrics = childmetrics.Reporter(lambda report: self.send(frames.Metrics(report)))
 
@@ -163,7 +165,6 @@ class Child:
             os.dup2(source, fd)
         os.close(null)
         os.close(birth.output_fd)
-        _make_streams_plain()
         # 4. What its handlers start stays below it, and programs forked from it do not write to its pipes.
         kernel.set_child_subreaper(True)
         os.register_at_fork(after_in_child=self._close_pipes)
@@ -179,15 +180,15 @@ class Child:
     def _install_signals(self) -> None:
         signal.set_wakeup_fd(-1)
         for number in QUIET_SIGNALS:
-            signal.signal(number, _do_nothing)
+            kernel.set_handler(number, _do_nothing)
         for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, self._on_terminate)
+            kernel.set_handler(number, kernel.SIG_DFL)
+        kernel.set_handler(signal.SIGTERM, self._on_terminate)
         for of_ours in (ABORT_SIGNAL, STACK_SIGNAL):
             faulthandler.unregister(of_ours)  # else it believes that it is in place, whatever a handler has put there
-        signal.signal(ABORT_SIGNAL, self._on_abort_signal)
+        kernel.set_handler(ABORT_SIGNAL, self._on_abort_signal)
         self._register_dumps()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        kernel.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _register_dumps(self) -> None:
         """After signal.signal: faulthandler chains to whatever was there before it. Nothing if it is registered."""
@@ -216,19 +217,11 @@ class Child:
 
     def _start(self) -> None:
         self._set_title("starting")
-        self._install_logging()
+        LOG_HANDLER.child = self
         self._metrics.begin()
         for hook in self._app.child_start_hooks:
             self._call_hook(hook)
         self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=self._birth.kills_leftovers)
-
-    def _install_logging(self) -> None:
-        """Standard logging goes to the supervisor, unless the app has set logging up itself (then it is printed)."""
-        root = logging.getLogger()
-        if not root.handlers:
-            root.addHandler(_LogHandler(self))
-            if root.level == logging.WARNING:  # the default: nobody has chosen a level
-                root.setLevel(logging.getLevelNamesMapping().get(self._birth.log_level.upper(), logging.INFO))
 
     def _call_hook(self, hook: Callable[[], Any]) -> None:
         result = hook()
@@ -485,9 +478,10 @@ class Child:
         self._raise_if_due()
 
     def _may_log(self) -> bool:
-        if not self._log_rate.allows():
+        rate = self._log_rate = self._log_rate or LineRate()
+        if not rate.allows():
             return False
-        if dropped := self._log_rate.take_dropped():
+        if dropped := rate.take_dropped():
             self.send(frames.LogsDropped(self._run, dropped))
         return True
 
@@ -510,11 +504,12 @@ class _Reporter:
 
 
 class _LogHandler(logging.Handler):
-    """Standard logging to the supervisor. It takes no part in job outcomes: what fails here is dropped."""
+    """Standard logging to the supervisor. It takes no part in job outcomes: what fails here is dropped.
 
-    def __init__(self, child: Child) -> None:
-        super().__init__()
-        self._child = child
+    Made and installed before the fork: a child of its own would cost every child a tenth of a megabyte.
+    """
+
+    child: Child | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -522,7 +517,23 @@ class _LogHandler(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        self._child.report_log(_SEVERITIES.get(record.levelno // 10, "error"), message, None, "logging")
+        severity = _SEVERITIES.get(record.levelno // 10, "error")
+        if self.child is None:  # still in the fork server: the app logs while it is imported
+            print(f"{severity}: {message}", file=sys.stderr)  # noqa: T201 # goes to the supervisor's log
+        else:
+            self.child.report_log(severity, message, None, "logging")
+
+
+LOG_HANDLER = _LogHandler()
+
+
+def install_logging(log_level: str) -> None:
+    """Standard logging goes to the supervisor, unless the app has set logging up itself (then it is printed)."""
+    root = logging.getLogger()
+    if not root.handlers:
+        root.addHandler(LOG_HANDLER)
+        if root.level == logging.WARNING:  # the default: nobody has chosen a level
+            root.setLevel(logging.getLevelNamesMapping().get(log_level.upper(), logging.INFO))
 
 
 _SEVERITIES = {0: "debug", 1: "debug", 2: "info", 3: "warn", 4: "error"}
@@ -565,17 +576,8 @@ def _flush_streams() -> None:
             continue
 
 
-def _make_streams_plain() -> None:
-    """A line at a time, and no encoding that can fail."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-
-
 def _reseed() -> None:
-    """Generators whose state a fork copies. `random` reseeds itself; NumPy's and Torch's global ones do not."""
-    random.seed()
+    """Generators whose state a fork copies. `random` reseeds itself then; NumPy's and Torch's global ones do not."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
     if (torch := sys.modules.get("torch")) is not None:

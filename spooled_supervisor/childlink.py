@@ -42,6 +42,7 @@ class Run:
     timeout_s: float
     given_at: float = 0.0
     started_at: float | None = None
+    ended_at: float | None = None
     verdict: Outcome | None = None
     is_lost: bool = False  # the lease is gone: nothing will be reported
     abort_reason: str | None = None

@@ -183,7 +183,6 @@ class _Server:
                 nice=settings.child_nice,
                 kills_leftovers=settings.kills_leftovers,
                 pins_cpu=settings.pins_cpus,
-                log_level=settings.log_level,
             ),
         )
 
@@ -246,6 +245,8 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
         return 1
     if os.getpid() != pid:
         return 1
+    child.install_logging(settings.log_level)
+    make_streams_plain()
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would write to the pages that all children share; each of them enables it again
@@ -265,6 +266,14 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
     finally:
         server.kill_what_is_left()
     return 0
+
+
+def make_streams_plain() -> None:
+    """A line at a time, and no encoding that can fail: for all children, which inherit it."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def load_app(spec: str, queue_names: Sequence[str], on_abort: OnAbort = "signal") -> App:

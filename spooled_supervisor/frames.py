@@ -246,8 +246,8 @@ class Decoder(Generic[M]):
     first thing that is no message; it must not be fed again after that.
     """
 
-    def __init__(self, union: object, max_frame: int) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M], max_frame: int) -> None:
+        self._decoder = decoder
         self._max_frame = max_frame
         self._buffer = bytearray()
 
@@ -285,21 +285,28 @@ class Decoder(Generic[M]):
         return len(self._buffer)
 
 
+# Made once, before anything is forked: each takes half a megabyte to build, which every child would own privately.
+_from_child = msgspec.msgpack.Decoder(FromChild)
+_to_child = msgspec.msgpack.Decoder(ToChild)
+_from_fork_server = msgspec.msgpack.Decoder(FromForkServer)
+_to_fork_server = msgspec.msgpack.Decoder(ToForkServer)
+
+
 def decoder_of_child() -> Decoder[FromChild]:
     """For the supervisor's end of a report pipe."""
-    return Decoder(FromChild, MAX_REPORT_FRAME)
+    return Decoder(_from_child, MAX_REPORT_FRAME)
 
 
 def decoder_of_jobs() -> Decoder[ToChild]:
     """For the child's end of a job pipe."""
-    return Decoder(ToChild, MAX_JOB_FRAME)
+    return Decoder(_to_child, MAX_JOB_FRAME)
 
 
 def decoder_of_fork_server() -> Decoder[FromForkServer]:
     """For the supervisor's end of the fork server's socket."""
-    return Decoder(FromForkServer, MAX_PACKET)
+    return Decoder(_from_fork_server, MAX_PACKET)
 
 
 def decoder_of_requests() -> Decoder[ToForkServer]:
     """For the fork server's end of its socket."""
-    return Decoder(ToForkServer, MAX_PACKET)
+    return Decoder(_to_fork_server, MAX_PACKET)

@@ -335,7 +335,7 @@ def _outcome_event(job: Job, outcome: Outcome, run: Run | None) -> ev.Event:
     slot = None if run is None else run.slot
     duration_s = None
     if run is not None and run.started_at is not None:
-        duration_s = round(now() - run.started_at, 6)
+        duration_s = round((run.ended_at or now()) - run.started_at, 6)
     if isinstance(outcome, Succeeded):
         return ev.JobCompleted(job.id, job.queue_name, slot or 0, duration_s or 0.0, len(outcome.result))
     will_retry = not job.is_last_attempt and not (isinstance(outcome, Failed) and not outcome.retryable)

@@ -6,10 +6,18 @@ secrets, as callers give it none.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found] # it has no stubs
 import ctypes
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+# What `signal.signal`, `getsignal` and `pthread_sigmask` call themselves. Those make enums of all numbers: 1 us each,
+# after every job, and in each child some 200 KB of pages that it would otherwise share with its siblings.
+set_handler: Callable[[int, object], object] = _signal.signal
+getsignal: Callable[[int], object] = _signal.getsignal
+SIG_DFL: object = _signal.SIG_DFL  # known to `set_handler` by identity
+pthread_sigmask: Callable[[int, Iterable[int]], set[int]] = _signal.pthread_sigmask
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4

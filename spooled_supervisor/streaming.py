@@ -33,7 +33,7 @@ from spooled_supervisor.lifecycle import LeaseState
 from spooled_supervisor.timing import Backoff, now
 
 LOOK_S = 0.5
-"""How often it is looked whether streams may be open: pressure, quiet and a full outbox ring no bell."""
+"""How often it is looked whether streams may be open: not all that forbids it rings a bell, such as a full outbox."""
 STEADY_S = 1.0
 """A stream that has been open for so long, on a channel that is connected, works."""
 SURPLUS_S = 5.0
@@ -83,6 +83,12 @@ class Streamer(Claimer):
         self._is_finishing = False
         self._surplus_since = float("inf")  # there have been more streams than places since then
         self._events.subscribe(self._on_settled, OutcomeSettled, OutcomeDropped, JobLeaseLost)
+
+    def wake(self) -> None:
+        """Also when claiming is over for now: an open stream is a claim, so it ends at once."""
+        if not self._may_claim():
+            self._close(*self._tasks)
+        super().wake()
 
     async def finish(self) -> None:
         """Close all streams, but for those whose job is being renewed: that is handed over first."""

@@ -556,6 +556,7 @@ class Supervisor:
         """Claim nothing from now on, or go on. Resuming counts only while running: systemd sends CONT after TERM."""
         if reason is not None and self._standing.quiet_reason is None:
             self._standing.quiet_reason = reason
+            self._claimer.wake()
             self._events.emit(ev.Quieted(reason))
         elif reason is None and self._standing.quiet_reason is not None and self._wanted <= Phase.RUNNING:
             self._standing.quiet_reason = None
@@ -635,6 +636,7 @@ class Supervisor:
         before, reason = self._standing.pressure, self._pressure.reason(at)
         self._standing.pressure = reason
         if before is None and reason is not None:
+            self._claimer.wake()
             self._events.emit(ev.PressureRose(reason))
         elif before is not None and reason is None:
             self._events.emit(ev.PressureFell())

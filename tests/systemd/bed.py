@@ -178,6 +178,9 @@ def _own_cgroups(flavour: str) -> Iterator[list[Path]]:
     made = []
     try:
         for directory in _homes():
+            for old in directory.glob("spooled-bed-*"):
+                if not Path("/proc", old.name.split("-")[2]).exists():  # left by a test run that was killed
+                    _prune(old)
             cgroup = directory / f"spooled-bed-{os.getpid()}-{flavour}"
             cgroup.mkdir()
             made.append(cgroup)
@@ -208,12 +211,16 @@ def _remove(cgroup: Path) -> None:
     """The bed's processes are dead; some may still be on their way out of the cgroup."""
     deadline = time.monotonic() + GONE_LIMIT_S
     while cgroup.exists():
-        for directory, _, _ in os.walk(cgroup, topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
+        _prune(cgroup)
         if time.monotonic() > deadline:
             return  # an empty directory of the kernel's: not worth a failure
         time.sleep(POLL_S)
+
+
+def _prune(cgroup: Path) -> None:
+    for directory, _, _ in os.walk(cgroup, topdown=False):
+        with contextlib.suppress(OSError):  # somebody is in it
+            os.rmdir(directory)
 
 
 # --- the network ----------------------------------------------------------------------------------------------------

@@ -63,7 +63,6 @@ class Supervisor:
                 nice=0,
                 kills_leftovers=True,
                 pins_cpu=False,
-                log_level="info",
             ),
         )
         nothing_left: Any = SimpleNamespace(
@@ -567,10 +566,11 @@ def test_lines_beyond_the_rate_are_counted(make: Make, monkeypatch: pytest.Monke
     monkeypatch.setattr(rates, "LINES_PER_S", 0)
 
     def handler(ctx: JobContext) -> None:
-        supervisor.child._log_rate._left = 2.0
+        rate = supervisor.child._log_rate = rates.LineRate()
+        rate._left = 2.0
         for n in range(5):
             ctx.log("info", str(n))
-        supervisor.child._log_rate._left = 1.0
+        rate._left = 1.0
         ctx.log("info", "again")
 
     supervisor = make(handler)
@@ -585,7 +585,8 @@ def test_lines_beyond_the_rate_are_counted(make: Make, monkeypatch: pytest.Monke
 
 def test_standard_logging_reaches_the_supervisor_with_its_severity(make: Make) -> None:
     supervisor = make()
-    handler = child_module._LogHandler(supervisor.child)
+    handler = child_module._LogHandler()
+    handler.child = supervisor.child
     for level in (5, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL, 77):
         handler.handle(logging.LogRecord("app", level, "app.py", 1, "n=%d", (level,), None))
     heard = [(m.severity, m.message, m.source) for m in supervisor.heard() if isinstance(m, frames.Log)]
@@ -596,7 +597,9 @@ def test_standard_logging_reaches_the_supervisor_with_its_severity(make: Make) -
 def test_a_log_record_that_cannot_be_formatted_is_dropped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     supervisor = make()
-    child_module._LogHandler(supervisor.child).handle(logging.LogRecord("app", 20, "app.py", 1, "%d", ("x",), None))
+    handler = child_module._LogHandler()
+    handler.child = supervisor.child
+    handler.handle(logging.LogRecord("app", 20, "app.py", 1, "%d", ("x",), None))
     assert supervisor.heard() == []
 
 
