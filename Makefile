@@ -17,7 +17,7 @@ SHELL := /bin/sh
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check e2e bench clean
+.PHONY: help demo test check e2e bench proto clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,11 +33,14 @@ check: $(VENV)/.installed-test ## format, lint, types
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-e2e: $(VENV)/.installed-test ## only the tests with real processes
+e2e: $(VENV)/.installed-test ## only the tests with real processes; E2E_TRANSPORT=grpc-stream is another transport
 	@exec $(RUN) -m pytest tests/e2e $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test ## measure: jobs per second, cost per job, latencies
 	@exec $(RUN) -m tests.bench $(BENCH_ARGS)
+
+proto: $(VENV)/.installed-test ## write the gRPC code anew from spooled.proto
+	@exec $(RUN) -m spooled_supervisor.proto.generate
 
 clean: ## remove the environment, caches and what was built
 	@rm -rf $(VENV) build dist bench-results mandelbrot.png .pytest_cache .mypy_cache .ruff_cache .hypothesis

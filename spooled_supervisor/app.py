@@ -102,7 +102,9 @@ class AbortSignal:
     hold: `wait` sleeps on an eventfd(2) and not on a `threading.Event`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_return: Callable[[], None] = lambda: None) -> None:
+        """`on_return` is called at the end of `wait`: what could not be raised in the middle of it is raised there."""
+        self._on_return = on_return
         self._reason: str | None = None
         self._listeners: list[Callable[[], object]] = []
         self._eventfd: int | None = None
@@ -118,7 +120,10 @@ class AbortSignal:
         return self._reason
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until aborted, at most `timeout_s` seconds (None: for ever); whether it is aborted."""
+        """Sleep until aborted, at most `timeout_s` seconds (None: for ever); whether it is aborted.
+
+        With `on_abort="raise"` it raises JobAborted instead of returning True, in the main thread.
+        """
         if self._eventfd is None:
             made = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             if self._eventfd is None:
@@ -129,6 +134,7 @@ class AbortSignal:
             poll = select.poll()
             poll.register(self._eventfd, select.POLLIN)
             poll.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+        self._on_return()
         return self.aborted
 
     def add_listener(self, listener: Callable[[], object]) -> None:

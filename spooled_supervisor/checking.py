@@ -1,17 +1,25 @@
-"""Whether the app can be used: it is imported by a real fork server, which is let go again. For `check`."""
+"""Whether the app can be used, and whether the service takes the key; for `check`.
+
+The app is imported by a real fork server, which is let go again. The key is tried with a heartbeat of a worker that
+does not exist: that changes nothing, and "unknown worker" is the answer to a key that is good.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import os
+import secrets
 
 from spooled_supervisor import family, timing
+from spooled_supervisor.api.transports import make_api
 from spooled_supervisor.config import Config
-from spooled_supervisor.errors import ConfigError
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
 from spooled_supervisor.frames import Preload
+
+ONLINE_LIMIT_S = 10.0
 
 
 def app_problems(config: Config) -> list[str]:
@@ -39,6 +47,30 @@ async def _import_app(config: Config) -> list[str]:
     return []
 
 
+def online_problems(config: Config) -> list[str]:
+    """What is wrong between us and the service; empty if it is there and accepts the key."""
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        return runner.run(_try_key(config))
+
+
+async def _try_key(config: Config) -> list[str]:
+    stranger = f"check-{secrets.token_hex(8)}"
+    address = config.api.url if config.api.transport == "rest" else config.api.grpc_address
+    try:
+        async with make_api(config.api, config.api.key.reveal, stranger, Events()) as api:
+            await api.heartbeat(
+                status="healthy",
+                current_jobs=0,
+                cpu_percent=0.0,
+                memory_percent=0.0,
+                metadata=None,
+                timeout_s=ONLINE_LIMIT_S,
+            )
+    except (ApiUnavailable, ApiRefused) as error:
+        return [f"{address}: {error}"]
+    return []
+
+
 def preload(config: Config, generation: int) -> Preload:
     """What the fork server is told."""
     return Preload(
@@ -48,5 +80,6 @@ def preload(config: Config, generation: int) -> Preload:
         config.pool.strict_preload,
         config.pool.child_nice,
         config.pool.leftovers == "kill",
+        config.pool.pin_cpus,
         config.log.level,
     )

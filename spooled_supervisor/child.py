@@ -18,26 +18,27 @@ import inspect
 import json
 import logging
 import os
-import random
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from spooled_supervisor import frames, kernel
+from spooled_supervisor import childmetrics, frames, kernel
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
+from spooled_supervisor.rates import LineRate
 from spooled_supervisor.results import NotJson, encode_result
 from spooled_supervisor.tidy import Baseline
+from spooled_supervisor.wording import PACKAGE_DIR, clip_text, describe_error, safe_text
 
 if TYPE_CHECKING:
     import asyncio
@@ -60,16 +61,15 @@ EXIT_LEFT = 0
 EXIT_SUPERVISOR_GONE = 3
 EXIT_BOOT_FAILED = 4
 READ_BYTES = 1 << 20
-LOG_LINES_PER_S = 200
-LOG_BURST = 1000
-STACK_FRAMES_IN_ERROR = 6
-PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Birth:
-    """What a child is born with: its place, its descriptors (jobs in; reports, output, stack out), its priority."""
+    """What a child is born with: its place, its descriptors (jobs in; reports, output, stack out), its priority.
+
+    The child moves its descriptors to high numbers, in place.
+    """
 
     slot: int
     generation: int
@@ -79,7 +79,7 @@ class Birth:
     stack_fd: int
     nice: int
     kills_leftovers: bool
-    log_level: str
+    pins_cpu: bool
 
 
 def run(app: App, birth: Birth) -> NoReturn:
@@ -95,17 +95,18 @@ def run(app: App, birth: Birth) -> NoReturn:
         os._exit(status)
 
 
+NO_SIGNAL = AbortSignal()
+
+
 class Child:
     """One child's life. Everything here runs in the main thread but `send`, which handlers' threads reach too."""
 
     def __init__(self, app: App, birth: Birth) -> None:
         self._app = app
-        self._birth = birth = replace(
-            birth,
-            jobs_fd=kernel.move_high(birth.jobs_fd),
-            reports_fd=kernel.move_high(birth.reports_fd),
-            stack_fd=kernel.move_high(birth.stack_fd),
-        )
+        self._birth = birth
+        birth.jobs_fd = kernel.move_high(birth.jobs_fd)
+        birth.reports_fd = kernel.move_high(birth.reports_fd)
+        birth.stack_fd = kernel.move_high(birth.stack_fd)
         self._decoder = frames.decoder_of_jobs()
         self._inbox: list[frames.ToChild] = []
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -117,16 +118,16 @@ class Child:
         self._unsent: list[bytes] = []
         self._run = 0  # the number of the running job, 0 while idle
         self._on_abort = "signal"
-        self._signal = AbortSignal()
+        self._signal = NO_SIGNAL
         self._raised = False  # JobAborted was raised inside the running handler
         self.raise_later = False  # ... or will be, when the call into us is over
         self._task: asyncio.Task[Any] | None = None
         self._abort_waits = False  # the abort signal came while no job was running
+        self._is_taking = False  # the job pipe is being read for aborts
         self._leaving = False
-        self._log_budget = float(LOG_BURST)
-        self._log_filled_at = time.monotonic()
-        self._logs_dropped = 0
+        self._log_rate: LineRate | None = None  # made by the first line: an idle child should own little
         self._runner: asyncio.Runner | None = None
+        self._metrics = childmetrics.Reporter(lambda report: self.send(frames.Metrics(report)))
 
     def live(self) -> int:
         """From birth to the exit status."""
@@ -139,11 +140,15 @@ class Child:
             self.send(frames.BootFailed(clip_text(f"on_child_start failed: {describe_error(error)}")))
             return EXIT_BOOT_FAILED
         self.send(frames.Hello(self._birth.slot, self._birth.generation, os.getpid()))
+        self._metrics.report()
         self._set_title("idle")
         while (job := self._next_job()) is not None:
             self._run_job(job)
+        self.send(frames.Leaving())
+        self._metrics.report()  # now, as a stop hook may hang ...
         for hook in self._app.child_stop_hooks:
             self._call_hook(hook)
+        self._metrics.report()  # ... and what the hooks have counted
         return EXIT_LEFT
 
     # --- becoming a child ----------------------------------------------------------------------------------------
@@ -160,12 +165,14 @@ class Child:
             os.dup2(source, fd)
         os.close(null)
         os.close(birth.output_fd)
-        _make_streams_plain()
         # 4. What its handlers start stays below it, and programs forked from it do not write to its pipes.
         kernel.set_child_subreaper(True)
         os.register_at_fork(after_in_child=self._close_pipes)
         # 5. The supervisor must win: priority, and the out-of-memory killer's choice.
         lower_priority(birth.nice)
+        if birth.pins_cpu:
+            cpus = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cpus[birth.slot % len(cpus)]})
         # 6. Its own randomness, and a collector that works again.
         _reseed()
         gc.enable()
@@ -173,15 +180,15 @@ class Child:
     def _install_signals(self) -> None:
         signal.set_wakeup_fd(-1)
         for number in QUIET_SIGNALS:
-            signal.signal(number, _do_nothing)
+            kernel.set_handler(number, _do_nothing)
         for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, self._on_terminate)
+            kernel.set_handler(number, kernel.SIG_DFL)
+        kernel.set_handler(signal.SIGTERM, self._on_terminate)
         for of_ours in (ABORT_SIGNAL, STACK_SIGNAL):
             faulthandler.unregister(of_ours)  # else it believes that it is in place, whatever a handler has put there
-        signal.signal(ABORT_SIGNAL, self._on_abort_signal)
+        kernel.set_handler(ABORT_SIGNAL, self._on_abort_signal)
         self._register_dumps()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        kernel.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _register_dumps(self) -> None:
         """After signal.signal: faulthandler chains to whatever was there before it. Nothing if it is registered."""
@@ -210,18 +217,11 @@ class Child:
 
     def _start(self) -> None:
         self._set_title("starting")
-        self._install_logging()
+        LOG_HANDLER.child = self
+        self._metrics.begin()
         for hook in self._app.child_start_hooks:
             self._call_hook(hook)
         self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=self._birth.kills_leftovers)
-
-    def _install_logging(self) -> None:
-        """Standard logging goes to the supervisor, unless the app has set logging up itself (then it is printed)."""
-        root = logging.getLogger()
-        if not root.handlers:
-            root.addHandler(_LogHandler(self))
-            if root.level == logging.WARNING:  # the default: nobody has chosen a level
-                root.setLevel(logging.getLevelNamesMapping().get(self._birth.log_level.upper(), logging.INFO))
 
     def _call_hook(self, hook: Callable[[], Any]) -> None:
         result = hook()
@@ -278,7 +278,9 @@ class Child:
                     self._leaving = True
             if self._leaving:
                 return None
-            ready = dict(self._poll.poll())
+            ready = dict(self._poll.poll(self._metrics.wait_ms))
+            if not ready:
+                self._metrics.report_if_due()
             if self._birth.jobs_fd in ready and not self._read_pipe():
                 return None  # the supervisor closed the pipe
 
@@ -299,10 +301,17 @@ class Child:
     def _take_aborts(self) -> None:
         """Read what the pipe has and set the signal if it tells this run to stop. The job pipe is never empty of
         meaning while a job runs: only Abort and Leave can follow it, as at most one job is given at a time."""
+        self._abort_waits = True
+        if self._is_taking:  # interrupted by another signal: the loop below goes round once more
+            return
+        self._is_taking = True
         poll = select.poll()
         poll.register(self._birth.jobs_fd, select.POLLIN)
-        if poll.poll(0):
-            self._read_pipe()
+        while self._abort_waits:
+            self._abort_waits = False
+            if poll.poll(0):
+                self._read_pipe()
+        self._is_taking = False
         for frame in self._inbox:
             if isinstance(frame, frames.Abort) and frame.run == self._run:
                 self._signal.abort(frame.reason)
@@ -332,7 +341,7 @@ class Child:
     # --- one job -------------------------------------------------------------------------------------------------
 
     def _run_job(self, job: frames.RunJob) -> None:
-        self._signal, self._raised, self.raise_later = AbortSignal(), False, False
+        self._signal, self._raised, self.raise_later = AbortSignal(self._raise_if_due), False, False
         handler = self._app.handlers.get(job.queue_name)
         self._on_abort = handler.on_abort if handler else "signal"
         self._set_title(f"running {job.queue_name}")
@@ -354,6 +363,7 @@ class Child:
         leaving = self._baseline.restore() or self._unfit()
         self._register_dumps()
         self.send(msgspec.structs.replace(answer, cpu_s=cpu_s, leaving=leaving, left_behind=list(swept.names)))
+        self._metrics.report_if_due()
         self._set_title("idle")
 
     def _answer(self, job: frames.RunJob, handler: Handler | None) -> frames.Answer:
@@ -457,6 +467,8 @@ class Child:
         with self._lock:
             if run == self._run:
                 self.send(frame)
+        if threading.current_thread() is threading.main_thread():
+            self._metrics.report_if_due()
         self._raise_if_due()
 
     def report_log(self, severity: str, message: str, meta: str | None, source: str) -> None:
@@ -466,15 +478,10 @@ class Child:
         self._raise_if_due()
 
     def _may_log(self) -> bool:
-        at = time.monotonic()
-        self._log_budget = min(LOG_BURST, self._log_budget + (at - self._log_filled_at) * LOG_LINES_PER_S)
-        self._log_filled_at = at
-        if self._log_budget < 1:
-            self._logs_dropped += 1
+        rate = self._log_rate = self._log_rate or LineRate()
+        if not rate.allows():
             return False
-        self._log_budget -= 1
-        if self._logs_dropped:
-            dropped, self._logs_dropped = self._logs_dropped, 0
+        if dropped := rate.take_dropped():
             self.send(frames.LogsDropped(self._run, dropped))
         return True
 
@@ -497,11 +504,12 @@ class _Reporter:
 
 
 class _LogHandler(logging.Handler):
-    """Standard logging to the supervisor. It takes no part in job outcomes: what fails here is dropped."""
+    """Standard logging to the supervisor. It takes no part in job outcomes: what fails here is dropped.
 
-    def __init__(self, child: Child) -> None:
-        super().__init__()
-        self._child = child
+    Made and installed before the fork: a child of its own would cost every child a tenth of a megabyte.
+    """
+
+    child: Child | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -509,7 +517,23 @@ class _LogHandler(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        self._child.report_log(_SEVERITIES.get(record.levelno // 10, "error"), message, None, "logging")
+        severity = _SEVERITIES.get(record.levelno // 10, "error")
+        if self.child is None:  # still in the fork server: the app logs while it is imported
+            print(f"{severity}: {message}", file=sys.stderr)  # noqa: T201 # goes to the supervisor's log
+        else:
+            self.child.report_log(severity, message, None, "logging")
+
+
+LOG_HANDLER = _LogHandler()
+
+
+def install_logging(log_level: str) -> None:
+    """Standard logging goes to the supervisor, unless the app has set logging up itself (then it is printed)."""
+    root = logging.getLogger()
+    if not root.handlers:
+        root.addHandler(LOG_HANDLER)
+        if root.level == logging.WARNING:  # the default: nobody has chosen a level
+            root.setLevel(logging.getLevelNamesMapping().get(log_level.upper(), logging.INFO))
 
 
 _SEVERITIES = {0: "debug", 1: "debug", 2: "info", 3: "warn", 4: "error"}
@@ -539,45 +563,6 @@ def _is_inside_handler(frame: FrameType | None) -> bool:
     return False
 
 
-def safe_text(value: object) -> str:
-    """`str(value)`, whatever that does."""
-    try:
-        return str(value)
-    except BaseException:
-        return f"<{type(value).__name__} whose text cannot be made>"
-
-
-def clip_text(text: str) -> str:
-    """`text` as a frame takes it: bounded, no lone surrogates."""
-    return text[: frames.MAX_TEXT // 4].encode("utf-8", "backslashreplace").decode("utf-8")[: frames.MAX_TEXT]
-
-
-def describe_error(error: BaseException) -> str:
-    """`Type: message`, and the innermost frames. Never raises, never empty, bounded before it is built."""
-    try:
-        name = type(error).__qualname__
-        if type(error).__module__ not in ("builtins", "__main__"):
-            name = f"{type(error).__module__}.{name}"
-        message = safe_text(error)[:1200]
-        notes = "".join(f"\n{safe_text(note)[:200]}" for note in getattr(error, "__notes__", ())[:3])
-        places = _innermost_frames(error)
-        return f"{name}: {message}{notes}{places}" if message else f"{name}{notes}{places}"
-    except BaseException:
-        return f"{type(error).__name__} (its text cannot be made)"
-
-
-def _innermost_frames(error: BaseException) -> str:
-    places: list[str] = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(PACKAGE_DIR):
-            places.append(f"\n  at {code.co_filename}:{trace.tb_lineno} in {code.co_name}")
-            del places[:-STACK_FRAMES_IN_ERROR]
-        trace = trace.tb_next
-    return "".join(places)
-
-
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
     return
 
@@ -591,17 +576,8 @@ def _flush_streams() -> None:
             continue
 
 
-def _make_streams_plain() -> None:
-    """A line at a time, and no encoding that can fail."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-
-
 def _reseed() -> None:
-    """Generators whose state a fork copies. `random` reseeds itself; NumPy's and Torch's global ones do not."""
-    random.seed()
+    """Generators whose state a fork copies. `random` reseeds itself then; NumPy's and Torch's global ones do not."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
     if (torch := sys.modules.get("torch")) is not None:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spooled_supervisor import exits, frames
-from spooled_supervisor.child import ABORT_SIGNAL, PACKAGE_DIR, STACK_SIGNAL
+from spooled_supervisor.child import ABORT_SIGNAL, STACK_SIGNAL
 from spooled_supervisor.errors import ProtocolError
 from spooled_supervisor.forkclient import STACK_BYTES, NewBorn
 from spooled_supervisor.job import Job, Outcome
 from spooled_supervisor.leases import Lease
 from spooled_supervisor.lifecycle import CHILD, ChildEvent, ChildState, advance
 from spooled_supervisor.output import OutputPipe
+from spooled_supervisor.wording import PACKAGE_DIR
 
 READ_BYTES = 256 * 1024
 MAX_DRAIN_READS = 64
@@ -41,6 +42,7 @@ class Run:
     timeout_s: float
     given_at: float = 0.0
     started_at: float | None = None
+    ended_at: float | None = None
     verdict: Outcome | None = None
     is_lost: bool = False  # the lease is gone: nothing will be reported
     abort_reason: str | None = None
@@ -52,6 +54,7 @@ class Run:
     sent_percent: tuple[float | None, str | None] = (None, None)  # what `progress.py` has told the service
     sent_at: float = 0.0
     stack: str = ""
+    base_memory_bytes: int = 0  # of its child when it was given
     cpu_s: float = 0.0
 
     @property

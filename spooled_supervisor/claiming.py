@@ -5,19 +5,21 @@ places until it is answered. Queues take turns by weight (smooth weighted round 
 and none has to wait for a run of another's). An empty queue is asked again after the poll interval, a queue that gave
 all that was asked for as soon as there is a place, a failing one after a back-off. Every path waits for something.
 
-What the answer brings is the caller's (`on_claim`). A claim whose answer is lost is never replayed: the next poll is a
-new one. Cancelling `run` does not cancel claims in flight: `finish` awaits them, as their jobs are ours already.
+What the answer brings is the caller's (`on_claim`, which says how many jobs of it will run). A claim whose answer is
+lost is never replayed: the next poll is a new one. Cancelling `run` does not cancel claims in flight: `finish` awaits
+them, as their jobs are ours already.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spooled_supervisor.api.gate import RateGate
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import Claim
 from spooled_supervisor.breaker import QueueBreaker
 from spooled_supervisor.config import ClaimConfig, QueueConfig
@@ -32,6 +34,9 @@ MAX_LIMIT = 100
 CLAIM_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 1.0
 BACKOFF_CAP_S = 30.0
+HINT_SPREAD_S = 0.005
+IDLE_AFTER_S = 60.0
+IDLE_CAP_S = 30.0
 REFUSED_PAUSE_S = 60.0
 """Until a queue is asked again that we may not claim from (403), or whose claim is malformed to the service."""
 
@@ -44,6 +49,10 @@ class ClaimedQueue:
     breaker: QueueBreaker = field(default_factory=QueueBreaker)
     backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
     next_at: float = 0.0
+    put_off_until: float = 0.0  # a claim has failed: until then no hint counts
+    hint_at: float | None = None  # said to have a job while a claim was in flight that may not have seen it
+    active_at: float = 0.0  # when it last had a job, or was said to have one
+    idle_s: float = 0.0  # the last pause of a queue that has been empty for long
     asked: int = 0  # places that the claim in flight has reserved; 0 if there is none
     credit: float = 0.0
 
@@ -57,7 +66,7 @@ class Claimer:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         pool: Pool,
         queues: Sequence[QueueConfig],
         config: ClaimConfig,
@@ -67,7 +76,7 @@ class Claimer:
         gate: RateGate,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         may_claim: Callable[[], bool],
-        on_claim: Callable[[Claim, int], None],
+        on_claim: Callable[[Claim, int], int],
         on_refused: Callable[[CredentialsRefused], None],
     ) -> None:
         self._api = api
@@ -83,7 +92,29 @@ class Claimer:
         self._alarm = Alarm()
         self._in_flight: set[asyncio.Task[None]] = set()
         self.queues = {queue.name: ClaimedQueue(queue) for queue in queues}
+        self._leaving: list[ClaimedQueue] = []  # not claimed from any more, but a claim is in flight
         self.last_answer_at = now()
+        self.is_stream_up = False
+
+    def hint(self, queue_name: str, in_s: float = 0.0) -> None:
+        """The queue may have a job in so many seconds: ask then. Spread a little, as a fleet hears it at once."""
+        queue = self.queues.get(queue_name)
+        if queue is not None:
+            at = now() + in_s + random.uniform(0.0, HINT_SPREAD_S)
+            queue.active_at = max(queue.active_at, at)
+            if queue.asked:
+                queue.hint_at = at if queue.hint_at is None else min(queue.hint_at, at)
+            elif queue.put_off_until <= at < queue.next_at:
+                queue.next_at = at
+                self._alarm.ring()
+
+    def set_queues(self, queues: Sequence[QueueConfig]) -> None:
+        """Claim from these queues from now on; what is known of those that stay is kept."""
+        known = self.queues
+        self.queues = {queue.name: known.get(queue.name) or ClaimedQueue(queue) for queue in queues}
+        gone = [queue for name, queue in known.items() if name not in self.queues]
+        self._leaving = [queue for queue in (*self._leaving, *gone) if queue.asked]
+        self.wake()
 
     def wake(self) -> None:
         """Something changed: a place is free, or claiming is allowed again."""
@@ -92,18 +123,14 @@ class Claimer:
     def forget_pauses(self) -> None:
         """What every queue was put off for is over: the API key is accepted."""
         for queue in self.queues.values():
-            queue.next_at = 0.0
+            queue.next_at = queue.put_off_until = 0.0
         self.wake()
 
     async def run(self) -> None:
         """Claim for ever."""
         while True:
             at = now()
-            for queue, limit in self._choose(at):
-                queue.asked = limit
-                task = self._spawn(self._claim(queue, limit), f"claim {queue.name}")
-                self._in_flight.add(task)
-                task.add_done_callback(self._on_done)
+            self._turn(at)
             await self._alarm.wait_until(self._next_at(at))
 
     async def finish(self) -> None:
@@ -111,12 +138,22 @@ class Claimer:
         while self._in_flight:
             await asyncio.wait(self._in_flight)
 
+    def _turn(self, at: float) -> None:
+        """Send the claims that are due."""
+        for queue, limit in self._choose(at):
+            queue.asked = limit
+            task = self._spawn(self._claim(queue, limit), f"claim {queue.name}")
+            self._in_flight.add(task)
+            task.add_done_callback(self._on_done)
+
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
         self._alarm.ring()
 
     def _free_places(self) -> int:
-        return self._pool.places(self._config.prefetch) - sum(queue.asked for queue in self.queues.values())
+        return self._pool.places(self._config.prefetch) - sum(
+            queue.asked for queue in (*self.queues.values(), *self._leaving)
+        )
 
     def _choose(self, at: float) -> Iterator[tuple[ClaimedQueue, int]]:
         """Which queues to ask now, and for how many; each choice counts as made before the next."""
@@ -135,12 +172,16 @@ class Claimer:
     def _limit(self, queue: ClaimedQueue, free: int, at: float) -> int:
         if queue.asked or at < queue.next_at:
             return 0
+        return min(self._wanted(queue, free, at), MAX_LIMIT)
+
+    def _wanted(self, queue: ClaimedQueue, free: int, at: float) -> int:
+        """How many more jobs of this queue there is room for, by its cap and its breaker."""
         cap = queue.config.max_procs
         held = self._held(queue) if cap is not None or queue.breaker.is_open else 0
         wanted = free if cap is None else min(free, cap - held)
         if queue.breaker.is_open:
             wanted = queue.breaker.allowed(wanted, at) if held == 0 else 0
-        return min(wanted, MAX_LIMIT)
+        return wanted
 
     def _held(self, queue: ClaimedQueue) -> int:
         waiting = sum(run.job.queue_name == queue.name for run in self._pool.waiting)
@@ -165,28 +206,57 @@ class Claimer:
             claim = await self._api.claim(
                 queue.name, limit=limit, lease_duration_s=duration, timeout_s=min(CLAIM_TIMEOUT_S, duration / 2)
             )
-        except CredentialsRefused as refused:
-            self._put_off(queue, operation, str(refused), REFUSED_PAUSE_S)
-            self._on_refused(refused)
-        except ApiRefused as refused:
-            self._put_off(queue, operation, str(refused), REFUSED_PAUSE_S)
-        except ApiUnavailable as unavailable:
-            if unavailable.rate_limited:
-                self._gate.note(unavailable.retry_after_s, now())
-            delay = max(queue.backoff.next_delay(), unavailable.retry_after_s or 0.0)
-            self._put_off(queue, operation, str(unavailable), delay)
+        except (ApiRefused, ApiUnavailable) as error:
+            self._failed(queue, operation, error)
         else:
             self._troubles.worked(operation)
             queue.backoff.reset()
-            got = len(claim.jobs) + len(claim.unreadable)
-            queue.next_at = now() + (0.0 if got >= limit else jittered(self._config.poll_interval_s))
-            self._events.emit(ClaimAnswered(queue.name, limit, got))
+            self._events.emit(ClaimAnswered(queue.name, limit, len(claim.jobs) + len(claim.unreadable)))
             queue.asked = 0  # before the jobs are given out: they take the places now
-            self._on_claim(claim, limit)
+            taken = self._on_claim(claim, limit)
+            # Full is an answer whose jobs all run: a service that gives us what we cannot use is not asked in a loop.
+            queue.next_at = now() + (0.0 if taken >= limit else self._pause(queue, taken))
+            if queue.hint_at is not None:
+                queue.next_at = min(queue.next_at, queue.hint_at)
         finally:
             queue.asked = 0
+            queue.hint_at = None
             self.last_answer_at = now()
 
+    def _failed(self, queue: ClaimedQueue, operation: str, error: ApiRefused | ApiUnavailable) -> None:
+        """Leave the queue alone for a while."""
+        if isinstance(error, ApiUnavailable):
+            if error.rate_limited:
+                self._gate.note(error.retry_after_s, now())
+            self._put_off(queue, operation, str(error), max(queue.backoff.next_delay(), error.retry_after_s or 0.0))
+            return
+        self._put_off(queue, operation, str(error), REFUSED_PAUSE_S)
+        if isinstance(error, CredentialsRefused):
+            self._on_refused(error)
+
+    def _pause(self, queue: ClaimedQueue, got: int) -> float:
+        """Until a queue that gave less than was asked for is asked again.
+
+        While the event stream works, a queue that has been empty for long is asked less and less often: it costs one
+        of the plan's requests each time. A job's arrival wakes us; one that arrives without an event (scheduled, or
+        failed elsewhere) is found at most IDLE_CAP_S late.
+        """
+        poll_s = jittered(self._config.poll_interval_s)
+        if got:
+            queue.active_at = now()
+        if not self.is_stream_up or now() - queue.active_at < IDLE_AFTER_S:
+            queue.idle_s = 0.0
+            return poll_s
+        queue.idle_s = min(max(queue.idle_s * 2, poll_s), max(IDLE_CAP_S, poll_s))
+        return jittered(queue.idle_s)
+
+    def on_stream(self, is_up: bool) -> None:
+        """The event stream works, or does not: then polling must do, and begins with one poll at once."""
+        if is_up != self.is_stream_up:
+            self.is_stream_up = is_up
+            for name in self.queues:
+                self.hint(name)
+
     def _put_off(self, queue: ClaimedQueue, operation: str, reason: str, delay_s: float) -> None:
-        queue.next_at = now() + delay_s
+        queue.next_at = queue.put_off_until = now() + delay_s
         self._troubles.failed(operation, reason, delay_s)

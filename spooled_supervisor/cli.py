@@ -18,6 +18,9 @@ usage: spooled-supervisor [run] [options]      run the daemon
        spooled-supervisor demo [options]       a picture, drawn by CPU-bound jobs on all cores
        spooled-supervisor dev-server [options] the embedded server alone
        spooled-supervisor check [options]      report every problem of a configuration, start nothing
+       spooled-supervisor status [options]     what runs now (--watch: again and again; --json)
+       spooled-supervisor ctl COMMAND          quiet, resume, scale N, reload, recycle [SLOT], kill-job ID, stacks, stop
+       spooled-supervisor export FILE          systemd-unit, config, alert-rules, grafana-dashboard
        spooled-supervisor COMMAND --help       the options of a command
        spooled-supervisor --version
 """
@@ -58,6 +61,9 @@ def dispatch(argv: list[str], env: Mapping[str, str]) -> int:
         "check": check,
         "demo": demo,
         "dev-server": dev_server,
+        "status": status,
+        "ctl": ctl,
+        "export": export,
     }
     if argv[:1] == ["help"] or (argv and argv[0] in ("-h", "--help")):
         print(USAGE, end="")
@@ -108,13 +114,20 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 def check(argv: list[str], env: Mapping[str, str]) -> int:
-    """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing."""
-    from spooled_supervisor import config as configuration
-    from spooled_supervisor.checking import app_problems
+    """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing.
 
-    config, problems = configuration.examine(argv, env)
+    `--online` tries the key at the service as well.
+    """
+    from spooled_supervisor import config as configuration
+    from spooled_supervisor.checking import app_problems, online_problems
+
+    is_online = "--online" in argv
+    config, problems = configuration.examine([word for word in argv if word != "--online"], env)
     for problem in app_problems(config) if config.app else []:
         problems.add(problem)
+    if is_online and config.api.url and config.api.key.reveal():
+        for problem in online_problems(config):
+            problems.add(problem)
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")
@@ -138,6 +151,27 @@ def dev_server(argv: list[str], env: Mapping[str, str]) -> int:
     parser = OptionParser(prog="spooled-supervisor dev-server", description="The embedded Spooled server.")
     devserver.add_arguments(parser)
     return devserver.run(parser.parse_args(argv))
+
+
+def status(argv: list[str], env: Mapping[str, str]) -> int:
+    """What runs now."""
+    from spooled_supervisor import operating
+
+    return operating.run_status(argv, env)
+
+
+def ctl(argv: list[str], env: Mapping[str, str]) -> int:
+    """One command to a running supervisor."""
+    from spooled_supervisor import operating
+
+    return operating.run_ctl(argv, env)
+
+
+def export(argv: list[str], env: Mapping[str, str]) -> int:
+    """Print a file that comes with the package."""
+    from spooled_supervisor.exporting import run_export
+
+    return run_export(argv, env)
 
 
 def _open_standard_streams() -> None:

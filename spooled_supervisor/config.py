@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +49,9 @@ CREDENTIAL = "spooled-api-key"
 METADATA_LIMIT_BYTES = 32 * 1024
 """Half of what the service takes, as the figures of a heartbeat go into the same object."""
 
+UNIT_STOP_S = 90
+STOP_MARGIN_S = 10
+SMALLEST_PLAN_RATE = 5
 MIN_CHILD_BYTES = 32 * 2**20
 """Less than a child with a small app holds; whoever asks for it will have forgotten a unit."""
 
@@ -94,6 +98,7 @@ class ApiConfig:
     transport: str = default_of("transport")
     grpc_address: str = default_of("grpc_address")
     ca_file: Path | None = None
+    uses_grpc: bool = False  # the transport is gRPC, or an address was given, for final failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,9 @@ class ClaimConfig:
     lease_duration_s: int = default_of("lease_duration")
     heartbeat_fraction: float = default_of("heartbeat_fraction")
     prefetch: int = default_of("prefetch")  # for each child
+    listens_to_events: bool = True
+    max_load: float | None = None
+    max_memory_pressure: float | None = None  # percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,8 @@ class PoolConfig:
     child_nice: int = default_of("child_nice")
     strict_preload: bool = default_of("strict_preload")
     leftovers: str = default_of("leftovers")  # kill, keep
+    child_memory_limit_bytes: int | None = None
+    pin_cpus: bool = default_of("pin_cpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +194,18 @@ def examine(
     return _Draft(sources, env, problems).config(is_tty), problems
 
 
+def of_values(values: Mapping[str, Any], *, api_key: str) -> Config:
+    """The configuration that a program asks for: values by key as in the file, and nothing from anywhere else.
+
+    Raises ConfigError with every problem, each beginning with the option's key.
+    """
+    problems = Problems(api_key)
+    settings = {key: Setting(value, key) for key, value in values.items()}
+    config = _Draft(_Sources(settings, {}, None), {"SPOOLED_API_KEY": api_key}, problems).config(False)
+    problems.raise_if_any()
+    return config
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="spooled-supervisor", usage="%(prog)s [run] [options]")
     parser.add_argument("--version", action="version", version=f"spooled-supervisor {__version__}")
@@ -231,7 +253,13 @@ class _Draft:
             api=self._api(),
             worker=self._worker(),
             claims=ClaimConfig(
-                value["poll_interval"], value["lease_duration"], value["heartbeat_fraction"], value["prefetch"]
+                value["poll_interval"],
+                value["lease_duration"],
+                value["heartbeat_fraction"],
+                value["prefetch"],
+                not value["no_events"],
+                value["max_load"],
+                value["max_memory_pressure"],
             ),
             pool=self._pool(),
             shutdown_timeout_s=value["shutdown_timeout"],
@@ -258,7 +286,13 @@ class _Draft:
         ca_file = _absolute(value["ca_file"], self._env) if value["ca_file"] else None
         if ca_file:
             _check_certificates(ca_file, self._settings["ca_file"], self._problems)
-        return ApiConfig(value["api_url"], key, key_file, value["transport"], value["grpc_address"], ca_file)
+        wanted = [self._settings[name] for name in ("transport", "grpc_address") if name in self._settings]
+        if value["transport"] == "rest":
+            wanted = [setting for setting in wanted if setting is self._settings.get("grpc_address")]
+        _check_grpc(wanted, self._problems)
+        return ApiConfig(
+            value["api_url"], key, key_file, value["transport"], value["grpc_address"], ca_file, bool(wanted)
+        )
 
     def _worker(self) -> WorkerConfig:
         value = self._values
@@ -282,6 +316,8 @@ class _Draft:
             child_nice=value["child_nice"],
             strict_preload=value["strict_preload"],
             leftovers=value["leftovers"],
+            child_memory_limit_bytes=value["child_memory_limit"],
+            pin_cpus=value["pin_cpus"],
         )
 
     def _check_renewal(self) -> None:
@@ -356,6 +392,21 @@ def _find_api_key(
 def _read_key(path: Path) -> str:
     with open(path, "rb") as file:
         return file.read(2 * KEY_LIMIT_BYTES).decode("ascii", errors="replace")
+
+
+def _check_grpc(wanted: Sequence[Setting], problems: Problems) -> None:
+    """Whether what gRPC needs is installed, where one of these settings asks for it."""
+    if wanted and not (_is_installed("grpc") and _is_installed("google.protobuf")):
+        problems.add(
+            f"{wanted[0].where}: gRPC is not installed; pip install 'spooled-supervisor[grpc]'",
+            is_usage=wanted[0].is_flag,
+        )
+
+
+def _is_installed(module: str) -> bool:
+    with suppress(ModuleNotFoundError):  # so is not even its parent
+        return find_spec(module) is not None
+    return False
 
 
 def _check_certificates(path: Path, setting: Setting, problems: Problems) -> None:
@@ -520,6 +571,17 @@ def _misfits(config: Config, cpus: int) -> Iterator[str]:
     room_s = abort_after_s(lease_s, pool.abort_grace_s) - claims.heartbeat_fraction * lease_s
     if room_s < 1:
         yield f"heartbeat_fraction: {claims.heartbeat_fraction:g} leaves {room_s:.2g} s to repeat a renewal that failed"
+    if config.shutdown_timeout_s > UNIT_STOP_S - STOP_MARGIN_S:
+        yield (
+            f"shutdown_timeout: {config.shutdown_timeout_s:g} s and the time to settle do not fit into "
+            f"TimeoutStopSec={UNIT_STOP_S} of the unit file; raise that too"
+        )
+    polls = max(1, len(config.queues)) / claims.poll_interval_s
+    if polls > SMALLEST_PLAN_RATE / 2:
+        yield (
+            f"poll_interval: {polls:.3g} polls a second of empty queues; the smallest plan allows "
+            f"{SMALLEST_PLAN_RATE} requests a second, reports and renewals included"
+        )
     for queue in config.queues:
         if queue.max_procs and queue.max_procs > pool.procs:
             yield f"queues.{queue.name}.max_procs: {queue.max_procs} is more than all {pool.procs} children"

@@ -19,6 +19,7 @@ from __future__ import annotations
 EX_OK = 0
 EX_FAILURE = 1
 EX_USAGE = 64
+EX_UNAVAILABLE = 69
 EX_NOPERM = 77
 EX_CONFIG = 78
 
@@ -56,13 +57,16 @@ class ApiUnavailable(SupervisorError):
 
 
 class ApiRefused(SupervisorError):
-    """The service understood the request and said no; repeating it unchanged will not help."""
+    """The service understood the request and said no; repeating it unchanged will not help.
+
+    `status` is the HTTP status, or 0 where there is none: over gRPC `code` says all.
+    """
 
     def __init__(self, status: int, code: str, message: str) -> None:
         self.status = status
         self.code = code
         self.message = message
-        super().__init__(f"HTTP {status} {code}: {message}")
+        super().__init__(f"HTTP {status} {code}: {message}" if status else f"gRPC {code}: {message}")
 
 
 class CredentialsRefused(ApiRefused):

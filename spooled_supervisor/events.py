@@ -70,6 +70,19 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PressureRose(Event):
+    """Load or memory pressure is above its limit: nothing more is claimed for now."""
+
+    level: ClassVar[int] = WARNING
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PressureFell(Event):
+    """Claims go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorStopped(Event):
     """The last event. `unsettled` jobs are left to their lease."""
 
@@ -236,6 +249,42 @@ class LeftoversFound(Event):
     job_id: str
     slot: int
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Event):
+    """There are so many slots now."""
+
+    before: int
+    procs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded(Event):
+    """The app was imported anew; so many children are being replaced."""
+
+    generation: int
+    children: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadFailed(Event):
+    """The new app cannot be used; the old generation goes on."""
+
+    level: ClassVar[int] = ERROR
+    generation: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackDumped(Event):
+    """Where a busy child stands, as somebody asked."""
+
+    job_id: str
+    queue_name: str
+    slot: int
+    pid: int
+    stack: str
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
@@ -425,7 +474,7 @@ class OutboxRecovered(Event):
 
 @dataclass(frozen=True, slots=True)
 class ApiRequestFinished(Event):
-    """One HTTP request. `status` is the HTTP status, or `error` / `timeout`; never logged, only counted."""
+    """One request. `status`: the HTTP status (of gRPC the nearest), `error` or `timeout`. Counted, not logged."""
 
     level: ClassVar[int] = 0
     operation: str
@@ -505,6 +554,14 @@ class CommandReceived(Event):
     source: str
     command: str
     obeyed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRefused(Event):
+    """A command that came by signal could not be carried out."""
+
+    level: ClassVar[int] = WARNING
+    reason: str
 
 
 # --- the bus --------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from spooled_supervisor.exits import is_over
 from spooled_supervisor.hunt import BUDGET_S, HIDDEN_NAME, Hunt, send
-from spooled_supervisor.processes import Stat, all_pids, has_environment, look_around, read_file, read_stat
+from spooled_supervisor.processes import Stat, all_pids, descendants, has_environment, look_around, read_file, read_stat
 from spooled_supervisor.timing import now
 
 MARKER = "SPOOLED_SUPERVISOR_STATE"
@@ -142,6 +143,47 @@ def sweep(known: Collection[int], *, kill: bool, ours: Callable[[Stat], bool] | 
         if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
             found.append(stat.name if stat is not None else HIDDEN_NAME)
     return Swept(len(found), hunt.killed, reaped, left, _some(found))
+
+
+class Kin:
+    """Who is of our family in a process that has children of its own: what our children are told apart by.
+
+    A living process is ours if it began with our marker or is in the session of one of our children. A dead one shows
+    no environment any more, so whoever was ours once is remembered, and who is below a child when its family is killed.
+    A child that nobody has heard of yet still has the fork server's `name`.
+    """
+
+    def __init__(self, marker: str) -> None:
+        self.name = f"spooled-{zlib.crc32(marker.encode()) & 0xFFFFFFF:07x}"
+        self.sessions: set[int] = set()
+        self._dead: set[int] = set()  # sessions whose leader is gone
+        self._struck: set[tuple[int, int]] = set()
+        self._belongs = belonging_to(marker, self.sessions)
+
+    def born(self, pid: int) -> None:
+        """A child of ours, which leads a session of its own."""
+        self.sessions.add(pid)
+        self._dead.discard(pid)
+
+    def died(self, pid: int) -> None:
+        """It is reaped; members of its session may still be there."""
+        self._dead.add(pid)
+
+    def strike(self, pid: int) -> None:
+        """The family of this child is about to be killed."""
+        self._struck.update(stat.identity for stat in descendants(pid))
+
+    def is_ours(self, stat: Stat) -> bool:
+        is_ours = stat.identity in self._struck or stat.name == self.name or self._belongs(stat)
+        if is_ours:
+            self._struck.add(stat.identity)
+        return is_ours
+
+    def settle(self) -> None:
+        """A sweep has left nobody: the numbers of dead sessions may pass on to others from now on."""
+        self.sessions -= self._dead
+        self._dead.clear()
+        self._struck.clear()
 
 
 def belonging_to(marker: str, sessions: Collection[int]) -> Callable[[Stat], bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import select
 import signal
@@ -18,14 +19,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from spooled_supervisor import child, frames
 from spooled_supervisor import events as ev
+from spooled_supervisor import exits, frames
 from spooled_supervisor.errors import AppError, ProtocolError, SupervisorError
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import MARKER
 from spooled_supervisor.forkserver import receive_packet, send_packet
 from spooled_supervisor.output import OutputPipe
 from spooled_supervisor.timing import Backoff, now
+from spooled_supervisor.wording import PACKAGE_DIR
 
 STACK_BYTES = 64 * 1024
 BOOTSTRAP = "import sys; sys.path.append(sys.argv[2]); from spooled_supervisor.forkserver import main; main()"
@@ -46,6 +48,9 @@ SCRUBBED = (
     "LISTEN_PID",
     "LISTEN_FDNAMES",
 )
+NO_FILES = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
+"""With one of these, which a web server's environment has, prometheus_client keeps what it counts in a file for every
+process that ever lived. Children tell the supervisor instead (`childmetrics`)."""
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -64,7 +69,9 @@ def child_environment(env: Mapping[str, str], *, marker: str, threads: int) -> d
     machine in every child; what the user has set stays.
     """
     clean = {
-        name: value for name, value in env.items() if name not in SCRUBBED and not name.startswith("SPOOLED_API_KEY")
+        name: value
+        for name, value in env.items()
+        if name not in (*SCRUBBED, *NO_FILES) and not name.startswith("SPOOLED_API_KEY")
     }
     for name in THREAD_VARIABLES:
         clean.setdefault(name, str(max(1, threads)))
@@ -74,6 +81,10 @@ def child_environment(env: Mapping[str, str], *, marker: str, threads: int) -> d
 
 class ForkServerGone(SupervisorError):
     """The fork server ended; what was asked of it will not be answered."""
+
+
+class NoCopyLeft(SupervisorError):
+    """All copies of the program are dead: nothing can be forked any more."""
 
 
 class ForkRefused(SupervisorError):
@@ -94,6 +105,49 @@ class NewBorn:
     stack_fd: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A process that waits for the order to preload: a child of ours, our end of its socket, what it prints."""
+
+    pid: int
+    control: socket.socket
+    output_fd: int
+    on_reaped: Callable[[], None] = lambda: None
+
+
+Spawn = Callable[[Mapping[str, str]], Spawned]
+"""Makes such a process with this environment. Raises OSError, or NoCopyLeft where there never will be another one."""
+
+
+def spawn_interpreter(env: Mapping[str, str]) -> Spawned:
+    """Exec a fresh interpreter. Raises OSError if there is no room for it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output_fd, output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(output, True)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(PACKAGE_DIR[:-1])],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        os.close(output_fd)
+        raise
+    finally:
+        theirs.close()
+        os.close(output)
+
+    def on_reaped() -> None:
+        process.returncode = 0  # taken by us, with more than subprocess would tell: it must not wait for it again
+
+    return Spawned(process.pid, ours, output_fd, on_reaped)
+
+
 class ForkServer:
     """One generation of the fork server, as the supervisor sees it. Used from the loop's thread only."""
 
@@ -101,7 +155,7 @@ class ForkServer:
         self.generation = generation
         self.pid = 0
         self.output_fd = -1
-        self._process: subprocess.Popen[bytes] | None = None
+        self._on_reaped: Callable[[], None] = lambda: None
         self._pidfd = -1
         self._control: socket.socket | None = None
         self._decoder = frames.decoder_of_fork_server()
@@ -110,34 +164,20 @@ class ForkServer:
         self._preloaded: asyncio.Future[frames.Preloaded] | None = None
         self.exited: asyncio.Future[str] | None = None
 
-    def start(self, settings: frames.Preload, env: Mapping[str, str]) -> None:
-        """Exec a fresh interpreter and ask it to import the app. Raises OSError if there is no room for it."""
+    def start(self, settings: frames.Preload, env: Mapping[str, str], spawn: Spawn = spawn_interpreter) -> None:
+        """Have a process and ask it to import the app. Raises OSError, NoCopyLeft."""
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.output_fd, output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(output, True)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(child.PACKAGE_DIR[:-1])],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
-            os.close(output)
-        self.pid = self._process.pid
+        spawned = spawn(env)
+        self.pid, self.output_fd, self._on_reaped = spawned.pid, spawned.output_fd, spawned.on_reaped
+        ours = self._control = spawned.control
         ours.setblocking(False)
-        self._control = ours
         self._preloaded = loop.create_future()
         self.exited = loop.create_future()
         self._pidfd = os.pidfd_open(self.pid)
         loop.add_reader(self._pidfd, self._on_exit)
         loop.add_reader(ours, self._on_readable)
-        send_packet(ours, frames.encode_packet(settings))
+        with contextlib.suppress(BrokenPipeError):  # a copy that has died meanwhile: its exit tells
+            send_packet(ours, frames.encode_packet(settings))
 
     @property
     def open_requests(self) -> int:
@@ -198,6 +238,15 @@ class ForkServer:
             with contextlib.suppress(OSError):  # gone, or busy importing: at worst it kills an empty group
                 send_packet(self._control, frames.encode_packet(frames.Forget(pid)))
 
+    def retire(self) -> None:
+        """Let it go without its children: they go on, and another generation forks from now on.
+
+        What was asked of it before is still answered: its socket is read until it has left.
+        """
+        if self._control is not None and self.is_alive:
+            with contextlib.suppress(OSError):  # gone already
+                send_packet(self._control, frames.encode_packet(frames.Retire()))
+
     def kill(self) -> None:
         """SIGKILL; `exited` tells when it is gone."""
         if self._pidfd >= 0:
@@ -250,7 +299,6 @@ class ForkServer:
             answer.set_exception(ForkRefused(f"fork failed: {error}"))
 
     def _on_exit(self) -> None:
-        assert self._process is not None
         assert self.exited is not None
         assert self._preloaded is not None
         loop = asyncio.get_running_loop()
@@ -260,8 +308,9 @@ class ForkServer:
         while self._control is not None and _is_readable(self._control):  # what it said last
             self._on_readable()
         self.close()
-        code = self._process.wait()
-        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        reaped = exits.reap(self.pid)
+        self._on_reaped()
+        cause = exits.decode(exits.UNKNOWN if reaped is None else reaped.status).words()
         gone = ForkServerGone(f"the fork server {cause}")
         if not self._preloaded.done():
             self._preloaded.set_exception(gone)
@@ -283,17 +332,26 @@ class ForkServerKeeper:
         boot_timeout_s: float,
         events: Events,
         on_ready: Callable[[], None],
+        spawn: Spawn = spawn_interpreter,
+        on_spent: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_spent`: `spawn` has no process left, so there will never be another fork server."""
+        self._spawn = spawn
+        self._on_spent = on_spent
         self._settings = settings
         self._env = env
         self._boot_timeout_s = boot_timeout_s
         self._events = events
         self._on_ready = on_ready
         self._server: ForkServer | None = None
+        self._booting: ForkServer | None = None
+        self._retired: list[ForkServer] = []  # they may still answer what they were asked before
         self._output: OutputPipe | None = None
         self._is_ready = False
         self._watch: asyncio.Task[None] | None = None
-        self.generation = 0
+        self._starting = asyncio.Lock()  # one new generation at a time
+        self.generation = 0  # the one that forks
+        self.last_generation = 0  # the last one that was tried
         self.queue_names: tuple[str, ...] = ()
 
     async def start(self) -> None:
@@ -327,9 +385,15 @@ class ForkServerKeeper:
         return self._server.pid if self._server is not None and self._server.is_alive else None
 
     @property
+    def pids(self) -> list[int]:
+        """Of the one that forks, of one that still imports the app, and of those that have not left yet."""
+        servers = (self._server, self._booting, *self._retired)
+        return [server.pid for server in servers if server is not None and server.is_alive]
+
+    @property
     def open_requests(self) -> int:
         """Forks that are not answered yet."""
-        return self._server.open_requests if self._server is not None else 0
+        return sum(server.open_requests for server in (self._server, *self._retired) if server is not None)
 
     @property
     def failed(self) -> BaseException | None:
@@ -355,27 +419,39 @@ class ForkServerKeeper:
         if self._server is not None:
             self._server.forget(pid)
 
+    async def reload(self) -> int:
+        """Import the app anew, and fork from that from now on; the new generation's number.
+
+        Raises AppError if it cannot be imported: then nothing has changed and the old one goes on forking.
+        """
+        async with self._starting:
+            old = self._server
+            await self._start_one()
+            if old is not None:
+                old.retire()
+                self._retired = [server for server in (*self._retired, old) if server.is_alive]
+            return self.generation
+
     async def _start_one(self) -> None:
-        self.generation += 1
-        self._close_output()
-        server = self._server = ForkServer(self.generation)
+        """Start the next generation and let it take over once it is ready. Raises AppError, OSError."""
+        self.last_generation += 1
+        server = self._booting = ForkServer(self.last_generation)
         started_at = now()
-        preload = self._settings(self.generation)
-        server.start(preload, self._env)
-        self._output = OutputPipe(server.output_fd, self._on_line, lambda _lines: None)
+        preload = self._settings(server.generation)
+        server.start(preload, self._env, self._spawn)
+        output = OutputPipe(server.output_fd, functools.partial(self._on_line, server.generation), lambda _lines: None)
         self._events.emit(ev.ForkServerStarted(server.generation, server.pid))
         try:
-            async with asyncio.timeout(self._boot_timeout_s):
-                preloaded = await server.preloaded()
-        except TimeoutError:
+            preloaded = await self._preloaded(server, preload.app, output)
+        except BaseException:
             server.kill()
-            limit = self._boot_timeout_s
-            raise AppError(f"app {preload.app!r}: importing it took longer than --boot-timeout {limit:g} s") from None
-        except ForkServerGone as gone:
-            self._output.drain()
-            tail = self._output.tail
-            raise AppError(f"app {preload.app!r}: {gone} while it was imported\n{tail}".rstrip()) from None
-        self._is_ready = True
+            server.close()
+            await _see_gone(server)
+            output.close()
+            raise
+        self._close_output()
+        self._server, self._booting, self._output, self._is_ready = server, None, output, True
+        self.generation = server.generation
         self.queue_names = tuple(preloaded.queue_names)
         self._events.emit(
             ev.ForkServerReady(server.generation, server.pid, round(now() - started_at, 3), self.queue_names)
@@ -384,30 +460,62 @@ class ForkServerKeeper:
             self._events.emit(ev.ForkServerThreaded(server.generation, tuple(preloaded.threads)))
         self._on_ready()
 
+    async def _preloaded(self, server: ForkServer, app: str, output: OutputPipe) -> frames.Preloaded:
+        try:
+            async with asyncio.timeout(self._boot_timeout_s):
+                return await server.preloaded()
+        except TimeoutError:
+            limit = self._boot_timeout_s
+            raise AppError(f"app {app!r}: importing it took longer than --boot-timeout {limit:g} s") from None
+        except ForkServerGone as gone:
+            output.drain()
+            raise AppError(f"app {app!r}: {gone} while it was imported\n{output.tail}".rstrip()) from None
+
     async def _keep(self) -> None:
-        """Wait for the end of the current one, start the next; for ever."""
-        backoff = Backoff(RESTART_FIRST_S, RESTART_CAP_S)
-        while True:
+        """Wait for the end of the current one, start the next; as long as there is one."""
+        is_spent = False
+        while not is_spent:
             server = self._server
             assert server is not None
             assert server.exited is not None
             cause = await asyncio.shield(server.exited)
-            self._is_ready = False
-            self._events.emit(ev.ForkServerExited(server.generation, server.pid, cause))
-            await asyncio.sleep(backoff.next_delay())
-            try:
-                await self._start_one()
-                backoff.reset()
-            except (AppError, OSError) as error:
-                self._events.emit(ev.ForkServerFailed(self.generation, str(error)))
+            if self._server is server:  # else it has retired, and another one has taken over
+                self._is_ready = False
+                self._events.emit(ev.ForkServerExited(server.generation, server.pid, cause))
+                is_spent = not await self._replace(server)
+        self._on_spent()
 
-    def _on_line(self, line: str) -> None:
-        self._events.emit(ev.ForkServerPrinted(self.generation, line))
+    async def _replace(self, dead: ForkServer) -> bool:
+        """Start another one, until that works or somebody else (`reload`) has done it; False if that can never be."""
+        backoff = Backoff(RESTART_FIRST_S, RESTART_CAP_S)
+        while True:
+            await asyncio.sleep(backoff.next_delay())
+            async with self._starting:
+                if self._server is not dead:
+                    return True
+                try:
+                    await self._start_one()
+                    return True
+                except NoCopyLeft:
+                    return False
+                except (AppError, OSError) as error:
+                    self._events.emit(ev.ForkServerFailed(self.last_generation, str(error)))
+
+    def _on_line(self, generation: int, line: str) -> None:
+        self._events.emit(ev.ForkServerPrinted(generation, line))
 
     def _close_output(self) -> None:
         if self._output is not None:
             self._output.close()
             self._output = None
+
+
+async def _see_gone(server: ForkServer) -> None:
+    """It was killed: it is reaped, too."""
+    if server.exited is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await asyncio.shield(server.exited)
 
 
 def _is_readable(sock: socket.socket) -> bool:

@@ -33,19 +33,25 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from spooled_supervisor import child, family, frames, kernel, processes
-from spooled_supervisor.app import App, Handler, queue_name_problem
+from spooled_supervisor.app import App, Handler, OnAbort, queue_name_problem
 from spooled_supervisor.errors import AppError, ProtocolError
 from spooled_supervisor.timing import now
+from spooled_supervisor.wording import PACKAGE_DIR
 
 CHILD_FDS = 4  # jobs, reports, output, stack
 KILL_LIMIT_S = 2.0
 """After the supervisor's death: how long to go on killing what it has left."""
+HAND_ON_LIMIT_S = 0.1
+"""From the end of a dying process's descriptors until its children have another parent, at most."""
+is_fork_server = False
+"""Whether this process is one, or a child of one: there nobody may start a worker."""
 
 
 @dataclass(slots=True)
@@ -57,6 +63,7 @@ class _Server:
     app: App
     supervisor_pid: int
     groups: set[int]  # process groups of living children; the supervisor tells which are gone
+    has_retired: bool = False  # another fork server has taken over; whom this one has forked is not its to kill
 
     def answer(self, message: frames.FromForkServer, fds: Sequence[int] = ()) -> None:
         send_packet(self.control, frames.encode_packet(message), fds)
@@ -73,6 +80,10 @@ class _Server:
                     self.fork(request, slot, fds)
                 case frames.Forget(pid=pid):
                     self.groups.discard(pid)
+                case frames.Retire():
+                    self.groups.clear()
+                    self.has_retired = True
+                    return
                 case frames.Preload():
                     raise ProtocolError("a second Preload")
 
@@ -98,18 +109,25 @@ class _Server:
         for group in self.groups:
             with contextlib.suppress(OSError):  # gone already
                 os.killpg(group, signal.SIGKILL)
+        if self.has_retired or not self._is_orphaned():
+            return
         give_up_at = now() + KILL_LIMIT_S
-        if self._is_orphaned():
-            while family.kill_marked(os.environ.get(family.MARKER, "")).left and now() < give_up_at:
-                os.sched_yield()
+        while family.kill_marked(os.environ.get(family.MARKER, "")).left and now() < give_up_at:
+            os.sched_yield()
 
     def _is_orphaned(self) -> bool:
         """Whether the supervisor is dead or dying: the kernel closes its descriptors a moment before it hands on its
-        children (exit_files, exit_notify), so getppid alone would say no."""
-        if os.getppid() != self.supervisor_pid:
-            return True
-        stat = processes.read_stat(self.supervisor_pid)
-        return stat is None or stat.is_dying
+        children (exit_files, exit_notify), so getppid alone would say no. Where /proc does not show the supervisor
+        (ProtectProc=invisible hides what is not dumpable) that moment is waited for."""
+        give_up_at = now() + HAND_ON_LIMIT_S
+        while os.getppid() == self.supervisor_pid:
+            stat = processes.read_stat(self.supervisor_pid)
+            if stat is not None:
+                return stat.is_dying
+            if now() > give_up_at:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _fork_twice(self, slot: int, fds: Sequence[int]) -> tuple[int, int]:
         _flush()  # what waits in a buffer now would be written by the child as well
@@ -164,7 +182,7 @@ class _Server:
                 stack_fd=stack_fd,
                 nice=settings.child_nice,
                 kills_leftovers=settings.kills_leftovers,
-                log_level=settings.log_level,
+                pins_cpu=settings.pins_cpus,
             ),
         )
 
@@ -176,13 +194,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("package_parent", nargs="?")
     control = socket.socket(fileno=parser.parse_args(argv).fd)
     control.set_inheritable(False)
+    be_fork_server(control)
+
+
+def be_fork_server(control: socket.socket, app: App | None = None) -> NoReturn:
+    """Wait for the order to preload, then serve. `app` is there already in a process that was forked from a program."""
+    global is_fork_server
+    is_fork_server = True
     status = 0
     try:
-        become_fork_server()
+        become_fork_server("importing" if app is None else "standing by")
         packet, _ = receive_packet(control)
-        settings = frames.decoder_of_requests().decode(packet)
+        settings = frames.decoder_of_requests().decode(packet) if packet else None
         if isinstance(settings, frames.Preload):
-            status = preload_and_serve(control, settings)
+            status = preload_and_serve(control, settings, app)
+    except ConnectionError:  # the supervisor's end is gone before an answer was taken: the end of the socket, as well
+        status = 0
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -191,21 +218,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os._exit(status)
 
 
-def become_fork_server() -> None:
+def become_fork_server(what: str) -> None:
     """Signals as the supervisor wants them, whatever was inherited, and death with it while the app is imported."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting impossible
     for number in (*child.QUIET_SIGNALS, signal.SIGTERM):  # it leaves at the end of its socket, not by a signal
         signal.signal(number, _do_nothing)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     kernel.set_parent_death_signal(signal.SIGKILL)
-    kernel.set_title("spooled-supervisor: fork server importing")
+    kernel.set_title(f"spooled-supervisor: fork server {what}")
 
 
-def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
+def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App | None = None) -> int:
     """Import, tell how it went, fork until the supervisor is gone; the exit status."""
     pid, supervisor_pid = os.getpid(), os.getppid()
     try:
-        app = load_app(settings.app, settings.queue_names)
+        if app is None:
+            sys.path.extend(entry for entry in settings.search_path if entry not in sys.path)
+            app = load_app(settings.app, settings.queue_names, "raise" if settings.on_abort == "raise" else "signal")
         for hook in app.preload_hooks:
             hook()
     except BaseException as error:
@@ -216,6 +245,8 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
         return 1
     if os.getpid() != pid:
         return 1
+    child.install_logging(settings.log_level)
+    make_streams_plain()
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would write to the pages that all children share; each of them enables it again
@@ -227,6 +258,8 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
         return 1
     kernel.set_parent_death_signal(0)  # from here on it sees the end of its socket, and has groups to kill then
     kernel.set_title("spooled-supervisor: fork server")
+    if settings.process_name:
+        kernel.set_name(settings.process_name)
     server.answer(frames.Preloaded(sorted(app.handlers), threads))
     try:
         server.serve()
@@ -235,7 +268,15 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload) -> int:
     return 0
 
 
-def load_app(spec: str, queue_names: Sequence[str]) -> App:
+def make_streams_plain() -> None:
+    """A line at a time, and no encoding that can fail: for all children, which inherit it."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def load_app(spec: str, queue_names: Sequence[str], on_abort: OnAbort = "signal") -> App:
     """The app that `pkg.module` or `pkg.module:name` names; a plain callable serves the one queue it is given.
 
     Raises AppError for what is not an app, and whatever the import raises.
@@ -260,7 +301,7 @@ def load_app(spec: str, queue_names: Sequence[str]) -> App:
     if len(queue_names) != 1:
         raise AppError(f"app {spec!r} is a plain callable: say with exactly one --queue which queue it serves")
     app = App()
-    app.handlers[queue_names[0]] = Handler(queue_names[0], target)
+    app.handlers[queue_names[0]] = Handler(queue_names[0], target, on_abort)
     return app
 
 
@@ -278,7 +319,7 @@ def _checked(app: App, spec: str, queue_names: Sequence[str]) -> App:
 def _app_error_text(spec: str, error: BaseException) -> str:
     """What went wrong while the app was imported, with the last lines of its own traceback."""
     lines = traceback.format_exception(error)
-    own = "".join(line for line in lines if "<frozen importlib" not in line and child.PACKAGE_DIR not in line)
+    own = "".join(line for line in lines if "<frozen importlib" not in line and PACKAGE_DIR not in line)
     return f"app {spec!r} cannot be imported:\n{own[-4000:].rstrip()}"
 
 

@@ -27,6 +27,8 @@ MAX_JOB_FRAME = 128 << 20
 """To a child: far above any payload the service takes (5 MiB), so that only our own mistakes meet it."""
 MAX_REPORT_FRAME = MAX_RESULT_BYTES + 64 * 1024
 """From a child: a result at its limit, and the rest of the message."""
+MAX_METRICS = 256 * 1024
+"""One report of what the app's own metrics have counted."""
 MAX_PACKET = 128 * 1024
 """On the fork server's socket; below the kernel's default for a datagram (net.core.wmem_default)."""
 
@@ -104,7 +106,7 @@ class Progress(_Message, frozen=True, array_like=True, tag=4):
 
 
 class Log(_Message, frozen=True, array_like=True, tag=5):
-    """`ctx.log` or a record of the standard `logging`; `run` 0 is outside of any job. `meta` is JSON text."""
+    """`ctx.log` or a record of the standard `logging`; `run` 0 is outside of any job. `meta` is JSON text, cut."""
 
     run: Number
     severity: Annotated[str, Meta(max_length=16)]
@@ -138,7 +140,17 @@ class Answer(_Message, frozen=True, array_like=True, tag=7):
     left_behind: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=32)] = []
 
 
-FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer
+class Metrics(_Message, frozen=True, array_like=True, tag=8):
+    """What the app's own metrics have counted; `childmetrics` says what stands in a report."""
+
+    report: Annotated[bytes, Meta(max_length=MAX_METRICS)]
+
+
+class Leaving(_Message, frozen=True, array_like=True, tag=9):
+    """It leaves in peace, told to by us or by SIGTERM; its stop hooks run now."""
+
+
+FromChild = Hello | BootFailed | Started | Progress | Log | LogsDropped | Answer | Metrics | Leaving
 
 # --- supervisor to fork server and back -----------------------------------------------------------------------------
 
@@ -152,7 +164,11 @@ class Preload(_Message, frozen=True, array_like=True, tag=1):
     strict: bool
     child_nice: int
     kills_leftovers: bool
+    pins_cpus: bool
     log_level: str
+    on_abort: str = "signal"  # of a plain callable
+    search_path: list[str] = []  # where to look for the app beside the usual places
+    process_name: str = ""  # by which children are known before they are adopted, in a program that has others
 
 
 class Fork(_Message, frozen=True, array_like=True, tag=2):
@@ -168,7 +184,11 @@ class Forget(_Message, frozen=True, array_like=True, tag=3):
     pid: int
 
 
-ToForkServer = Preload | Fork | Forget
+class Retire(_Message, frozen=True, array_like=True, tag=4):
+    """Another generation has taken over: leave, and leave your children alone."""
+
+
+ToForkServer = Preload | Fork | Forget | Retire
 
 
 class Preloaded(_Message, frozen=True, array_like=True, tag=1):
@@ -226,8 +246,8 @@ class Decoder(Generic[M]):
     first thing that is no message; it must not be fed again after that.
     """
 
-    def __init__(self, union: object, max_frame: int) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M], max_frame: int) -> None:
+        self._decoder = decoder
         self._max_frame = max_frame
         self._buffer = bytearray()
 
@@ -265,21 +285,28 @@ class Decoder(Generic[M]):
         return len(self._buffer)
 
 
+# Made once, before anything is forked: each takes half a megabyte to build, which every child would own privately.
+_from_child = msgspec.msgpack.Decoder(FromChild)
+_to_child = msgspec.msgpack.Decoder(ToChild)
+_from_fork_server = msgspec.msgpack.Decoder(FromForkServer)
+_to_fork_server = msgspec.msgpack.Decoder(ToForkServer)
+
+
 def decoder_of_child() -> Decoder[FromChild]:
     """For the supervisor's end of a report pipe."""
-    return Decoder(FromChild, MAX_REPORT_FRAME)
+    return Decoder(_from_child, MAX_REPORT_FRAME)
 
 
 def decoder_of_jobs() -> Decoder[ToChild]:
     """For the child's end of a job pipe."""
-    return Decoder(ToChild, MAX_JOB_FRAME)
+    return Decoder(_to_child, MAX_JOB_FRAME)
 
 
 def decoder_of_fork_server() -> Decoder[FromForkServer]:
     """For the supervisor's end of the fork server's socket."""
-    return Decoder(FromForkServer, MAX_PACKET)
+    return Decoder(_from_fork_server, MAX_PACKET)
 
 
 def decoder_of_requests() -> Decoder[ToForkServer]:
     """For the fork server's end of its socket."""
-    return Decoder(ToForkServer, MAX_PACKET)
+    return Decoder(_to_fork_server, MAX_PACKET)

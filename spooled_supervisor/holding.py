@@ -8,19 +8,20 @@ does not depend on a child, and goes on while an outcome is on its way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from spooled_supervisor import events as ev
 from spooled_supervisor.api.gate import RateGate
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import Claim
 from spooled_supervisor.breaker import QueueBreaker
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
 from spooled_supervisor.events import Events
 from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succeeded, TimedOut, error_text
-from spooled_supervisor.leases import Due, Lease, LeaseBook
+from spooled_supervisor.leases import Due, Key, Lease, LeaseBook
 from spooled_supervisor.lifecycle import LeaseState
 from spooled_supervisor.outbox import Leftover, Outbox
 from spooled_supervisor.poison import DEATHS_TO_REFUSE, PoisonList
@@ -44,7 +45,7 @@ class Holder:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         pool: Pool,
         leases: LeaseBook,
         settler: Settler,
@@ -86,12 +87,16 @@ class Holder:
 
     # --- from the claim -------------------------------------------------------------------------------------------
 
-    def take(self, claim: Claim, asked: int) -> None:
-        """The jobs of a claim are ours now: run them; what is unreadable or beyond what was asked for goes back."""
+    def take(self, claim: Claim, asked: int) -> int:
+        """The jobs of a claim are ours now: run them; what is unreadable or beyond what was asked for goes back.
+
+        How many will run.
+        """
+        taken = 0
         self._outbox.hold([*claim.jobs, *(unreadable.job for unreadable in claim.unreadable)])
         for job in claim.jobs[:asked]:
             if (lease := self._hold(job)) is not None:
-                self._run_or_return(lease)
+                taken += self._run_or_return(lease)
         for job in claim.jobs[asked:]:
             if (lease := self._hold(job)) is not None:
                 self._return(lease, "not started: the service gave more jobs than were asked for")
@@ -100,6 +105,7 @@ class Holder:
                 self._finish(lease, Failed(f"the job's record cannot be used: {unreadable.reason}", retryable=False))
         if self._leases.next_due() < self._alarm.when:
             self._alarm.ring()
+        return taken
 
     def return_waiting(self) -> None:
         """The drain begins: what no child has goes back, but for last attempts, which that would bury."""
@@ -113,13 +119,22 @@ class Holder:
         for run in self._pool.withdraw_waiting():
             self._return(run.lease, "not started: the worker is shutting down")
 
+    def cancel_waiting(self, key: Key, why: str) -> bool:
+        """Fail a job that no child has yet; False if there is none with this lease."""
+        run = self._pool.withdraw(key)
+        if run is None:
+            return False
+        self._finish(run.lease, Failed(why), run)
+        return True
+
     def _hold(self, job: Job) -> Lease | None:
         lease = self._leases.hold(job)
         if lease is not None:
             self._events.emit(ev.JobClaimed(job.id, job.queue_name, job.retry_count))
         return lease
 
-    def _run_or_return(self, lease: Lease) -> None:
+    def _run_or_return(self, lease: Lease) -> bool:
+        """Whether it will run."""
         job = lease.job
         deaths = self._poison.deaths(job.id)
         if deaths is not None and deaths.count >= DEATHS_TO_REFUSE:
@@ -129,6 +144,8 @@ class Holder:
             self._return(lease, "not started: the worker is shutting down")
         else:
             self._pool.submit(lease, timeout_s=self._limit_of(job), is_isolated=deaths is not None)
+            return True
+        return False
 
     def _return(self, lease: Lease, why: str) -> None:
         self._finish(lease, Released(why))
@@ -166,9 +183,9 @@ class Holder:
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
-    async def _settle(self, lease: Lease, outcome: Outcome, api: RestApi | None = None) -> None:
+    async def _settle(self, lease: Lease, outcome: Outcome, api: Service | None = None, *, tries: int = 0) -> None:
         await self._outbox.decide(lease.job, outcome, started_at=lease.started_at)
-        if not await self._settler.settle(lease, outcome, api or self._api):
+        if not await self._settler.settle(lease, outcome, api or self._api, tries=tries):
             self.given_up += 1
         self._outbox.forget(lease.job)
         self._settled.ring()
@@ -194,11 +211,14 @@ class Holder:
             status = "completed" if isinstance(outcome, Succeeded) else "failed"
             self._events.emit(ev.LeftoverReported(job.id, job.queue_name, status, leftover.outcome is not None))
             self._leases.decided(lease)
-            self._spawn(self._settle(lease, outcome, self._api.acting_as(leftover.worker_id)), "settle")
+            # An outcome may have been sent and taken before the end; the failure of an unfinished job cannot have been.
+            tries = 1 if leftover.outcome is not None else 0
+            self._spawn(self._settle(lease, outcome, self._api.acting_as(leftover.worker_id), tries=tries), "settle")
 
     def hold_again(self) -> None:
         """The outbox has got its file back: what is held now is not in it."""
-        self._outbox.hold([lease.job for lease in self._leases if lease.state is LeaseState.HELD])
+        held = [lease for lease in self._leases if lease.state is LeaseState.HELD]
+        self._outbox.hold([dataclasses.replace(lease.job, requested_at=lease.started_at) for lease in held])
 
     @property
     def held(self) -> int:
@@ -315,7 +335,7 @@ def _outcome_event(job: Job, outcome: Outcome, run: Run | None) -> ev.Event:
     slot = None if run is None else run.slot
     duration_s = None
     if run is not None and run.started_at is not None:
-        duration_s = round(now() - run.started_at, 6)
+        duration_s = round((run.ended_at or now()) - run.started_at, 6)
     if isinstance(outcome, Succeeded):
         return ev.JobCompleted(job.id, job.queue_name, slot or 0, duration_s or 0.0, len(outcome.result))
     will_retry = not job.is_last_attempt and not (isinstance(outcome, Failed) and not outcome.retryable)

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import heapq
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
+from spooled_supervisor import __version__, processes
 from spooled_supervisor.childlink import ChildLink
 from spooled_supervisor.claiming import Claimer
 from spooled_supervisor.config import QueueConfig
 from spooled_supervisor.forkclient import ForkServerKeeper
 from spooled_supervisor.holding import Holder
-from spooled_supervisor.leases import LeaseBook
+from spooled_supervisor.leases import Lease, LeaseBook
 from spooled_supervisor.lifecycle import LeaseState, Phase
 from spooled_supervisor.outbox import Outbox
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.registration import Registration, Vitals
-from spooled_supervisor.resources import FamilyUsage, pss_uss, read_host
-from spooled_supervisor.telemetry.snapshot import ChildSnapshot, QueueSnapshot, Snapshot
+from spooled_supervisor.resources import TICKS_PER_S, FamilyUsage, pss_uss, read_host
+from spooled_supervisor.telemetry.history import History
+from spooled_supervisor.telemetry.snapshot import MAX_LEASES, ChildSnapshot, LeaseSnapshot, QueueSnapshot, Snapshot
 from spooled_supervisor.timing import now, wall
 from spooled_supervisor.troubles import Troubles
 
@@ -30,6 +35,8 @@ SAMPLE_INTERVAL_S = 1.0
 STUCK_LOOP_S = 30.0
 """A part that has not turned for so long, though it should have, is a reason in `/health`."""
 SILENT_S = 60.0
+MAX_MESSAGE_CHARS = 1000
+"""Of a job's progress message: a handler may send far more, for each child, and it is for people to read."""
 
 
 @dataclass(slots=True)
@@ -37,8 +44,11 @@ class Standing:
     """What the supervisor knows of itself and nobody else does. Written by the supervisor, read here."""
 
     worker_id: str
+    hostname: str = ""
+    api_url: str = ""
     phase: Phase = Phase.BOOTING
     quiet_reason: str | None = None  # claims nothing, on somebody's order
+    pressure: str | None = None  # claims nothing, as the machine has no room
     refused: str | None = None  # the API key is not accepted
     is_proven: bool = False  # the service has accepted the key once
     started_at: float = field(default_factory=now)
@@ -62,6 +72,7 @@ class Observer:
         troubles: Troubles,
         outbox: Outbox,
         cpus: float,
+        history: History,
     ) -> None:
         self._standing = standing
         self._queues = queues
@@ -74,8 +85,15 @@ class Observer:
         self._troubles = troubles
         self._outbox = outbox
         self._cpus = cpus
+        self._history = history
         self._usage = FamilyUsage()
+        self._cpu_percent: float | None = None  # as the last heartbeat told them: reading begins a new interval
+        self._memory_percent: float | None = None
         self._memory: dict[int, tuple[int, int]] = {}  # pid: (pss, uss)
+
+    def set_queues(self, queues: Sequence[QueueConfig]) -> None:
+        """Show these from now on: a reload has brought or dropped some."""
+        self._queues = queues
 
     # --- heartbeats ----------------------------------------------------------------------------------------------
 
@@ -84,13 +102,9 @@ class Observer:
         pids = self._pool.pids
         pss = {pid: sizes[0] for pid, sizes in self._memory.items() if pid in pids}
         host = {f"host_{name}": value for name, value in dataclasses.asdict(read_host()).items() if value is not None}
-        return Vitals(
-            self.status(),
-            self._pool.jobs_held,
-            self._usage.cpu_percent(now(), pids, self._cpus),
-            self._usage.memory_percent(pss),
-            host,
-        )
+        self._cpu_percent = self._usage.cpu_percent(now(), pids, self._cpus)
+        self._memory_percent = self._usage.memory_percent(pss)
+        return Vitals(self.status(), self._pool.jobs_held, self._cpu_percent, self._memory_percent, host)
 
     def status(self) -> str:
         """As the service calls it: healthy, degraded, draining."""
@@ -140,6 +154,8 @@ class Observer:
             reasons.append(f"stopping ({standing.phase.name.lower()})")
         if standing.quiet_reason is not None:
             reasons.append(f"quiet: {standing.quiet_reason}")
+        if standing.pressure is not None:
+            reasons.append(f"claims are held back: {standing.pressure}")
         if standing.refused is not None:
             reasons.append(f"the API key is refused: {standing.refused}")
         elif not standing.is_proven:
@@ -171,10 +187,7 @@ class Observer:
             quiet=standing.quiet_reason is not None,
             reasons=tuple(self._not_ready()),
             unhealthy=tuple(self._unhealthy()),
-            queues=tuple(
-                QueueSnapshot(q.name, q.weight, q.max_procs, self._pool.in_progress(q.name), waiting.count(q.name))
-                for q in self._queues
-            ),
+            queues=tuple(self._queue(queue, waiting.count(queue.name), at) for queue in self._queues),
             children=tuple(self._child(child, at) for child in self._pool.children),
             slots_backed_off=self._pool.backed_off,
             leases_held=len(self._leases),
@@ -185,11 +198,33 @@ class Observer:
             heartbeat_age_s=None if beat_at is None else round(at - beat_at, 3),
             procs=len(self._pool.slots),
             generation=self._keeper.generation,
+            quiet_reason=standing.quiet_reason,
+            failures=self._history.failures,
+            throughput=self._history.throughput(),
+            leases=tuple(_lease(lease, at) for lease in heapq.nsmallest(MAX_LEASES, self._leases, _end_of)),
+            outbox_problem=self._outbox.problem,
+            outbox_full=self._outbox.is_full,
+            **_about_us(standing),
+            cpus=self._cpus,
+            cpu_percent=self._cpu_percent,
+            memory_percent=self._memory_percent,
+        )
+
+    def _queue(self, queue: QueueConfig, waiting: int, at: float) -> QueueSnapshot:
+        done, failed, rate = self._history.tally(queue.name)
+        claimed = self._claimer.queues.get(queue.name)
+        breaker = "closed"
+        if claimed is not None and claimed.breaker.is_open:
+            breaker = "half_open" if claimed.breaker.allowed(1, at) else "open"
+        in_progress = self._pool.in_progress(queue.name)
+        return QueueSnapshot(
+            queue.name, queue.weight, queue.max_procs, in_progress, waiting, done, failed, rate, breaker
         )
 
     def _child(self, child: ChildLink, at: float) -> ChildSnapshot:
         run = child.run
         pss, uss = self._memory.get(child.pid, (None, None))
+        stat = processes.read_stat(child.pid)
         started_at = run.started_at if run is not None else None
         has_deadline = started_at is not None and child.deadline is not None
         return ChildSnapshot(
@@ -202,12 +237,12 @@ class Observer:
             elapsed_s=None if started_at is None else round(at - started_at, 3),
             deadline_in_s=round(child.deadline - at, 3) if has_deadline and child.deadline is not None else None,
             percent=None if run is None else run.percent,
-            message=None if run is None else run.message,
+            message=None if run is None or run.message is None else run.message[:MAX_MESSAGE_CHARS],
             jobs_done=child.jobs_done,
             uptime_s=round(at - child.born_at, 3),
             pss_bytes=pss,
             uss_bytes=uss,
-            cpu_s=None,
+            cpu_s=None if stat is None else round(stat.cpu_ticks / TICKS_PER_S, 2),
         )
 
     async def sample(self) -> None:
@@ -222,6 +257,40 @@ class Observer:
                     self._memory[pid] = sizes
             if not pids:
                 await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+def _end_of(lease: Lease) -> float:
+    return lease.end
+
+
+def _lease(lease: Lease, at: float) -> LeaseSnapshot:
+    renew_in_s = max(0.0, lease.renew_at - at)
+    return LeaseSnapshot(
+        lease.job.id, lease.job.queue_name, lease.state.name.lower(), round(lease.end - at, 3), round(renew_in_s, 3)
+    )
+
+
+class _AboutUs(TypedDict):
+    pid: int
+    version: str
+    hostname: str
+    api_url: str
+    load_average: tuple[float, float, float] | None
+
+
+def _about_us(standing: Standing) -> _AboutUs:
+    """What the snapshot says of this process and its machine, in every phase."""
+    try:
+        load = os.getloadavg()
+    except OSError:
+        load = None
+    return _AboutUs(
+        pid=os.getpid(),
+        version=__version__,
+        hostname=standing.hostname,
+        api_url=standing.api_url,
+        load_average=load,
+    )
 
 
 def boot_snapshot(standing: Standing, procs: int) -> Snapshot:
@@ -246,4 +315,5 @@ def boot_snapshot(standing: Standing, procs: int) -> Snapshot:
         heartbeat_age_s=None,
         procs=procs,
         generation=1,
+        **_about_us(standing),
     )

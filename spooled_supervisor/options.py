@@ -176,13 +176,6 @@ def _grpc_address(text: str) -> str:
     return text
 
 
-def _transport(text: str) -> str:
-    word = _match("rest|grpc-stream|grpc-process", text)[0]
-    if word != "rest":
-        raise Refused("needs the grpc transport, which this version does not have; use rest")
-    return word
-
-
 def _level(text: str) -> str:
     word = _match("debug|info|warn|warning|error", text.lower())[0]
     return "warning" if word == "warn" else word
@@ -195,7 +188,7 @@ SHORT_TEXT = Kind(_short_text, "1 to 50 printable characters")
 APP = Kind(_app, "pkg.module or pkg.module:name", "MODULE[:NAME]")
 PROCS = Kind(_procs, "auto or a whole number from 1 to 1000", "N|auto", (str, int))
 URL = Kind(_api_url, "http:// or https:// with a host", "URL")
-TRANSPORT = Kind(_transport, "rest, grpc-stream or grpc-process", "WORD")
+TRANSPORT = pattern("rest|grpc-stream|grpc-process", "rest, grpc-stream or grpc-process", "WORD")
 LISTEN = Kind(_listen, "HOST:PORT, [ADDRESS]:PORT or off", "HOST:PORT|off")
 WORKER_ID = pattern(r"[A-Za-z0-9._-]{1,128}", "1 to 128 of A-Z a-z 0-9 . _ -", "ID")
 HOSTNAME = pattern(r"(?![.-])[A-Za-z0-9._-]{1,255}(?<![.-])",
@@ -249,7 +242,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "how to talk to the service"),
         Option("--grpc-address", ("SPOOLED_GRPC_ADDRESS",), "grpc_address",
                Kind(_grpc_address, "HOST:PORT", "HOST:PORT"), "grpc.spooled.cloud:443",
-               "the service's gRPC address"),
+               "the service's gRPC address; with rest only final failures go there, and only if it is given"),
     ),
     "the worker as the service sees it": (
         Option("--worker-id", ("SPOOLED_WORKER_ID",), "worker_id", WORKER_ID, None,
@@ -272,6 +265,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "the part of a lease after which it is renewed"),
         Option("--prefetch", ("SPOOLED_PREFETCH",), "prefetch", whole(0, 100), "0",
                "jobs claimed ahead for each child"),
+        Option("--no-events", ("SPOOLED_NO_EVENTS",), "no_events", SWITCH, "no",
+               "do not listen to the service's event stream, which wakes us when a job arrives"),
+        Option("--max-load", ("SPOOLED_MAX_LOAD",), "max_load", number(0, math.inf), None,
+               "claim nothing while the machine's load (1 minute) is higher", "no limit"),
+        Option("--max-memory-pressure", ("SPOOLED_MAX_MEMORY_PRESSURE",), "max_memory_pressure", number(0, 100), None,
+               "claim nothing while more than this share of time (percent) is lost waiting for memory", "no limit"),
     ),
     "jobs and children": (
         Option("--job-timeout", ("SPOOLED_JOB_TIMEOUT",), "job_timeout", LIMIT, None,
@@ -284,6 +283,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                "replace a child after about so many jobs", "never"),
         Option("--max-child-memory", (), "max_child_memory", SIZE, None,
                "replace a child that holds more memory after its job", "never"),
+        Option("--child-memory-limit", ("SPOOLED_CHILD_MEMORY_LIMIT",), "child_memory_limit", SIZE, None,
+               "kill a child whose job grows it beyond this, and fail the job", "none"),
+        Option("--pin-cpus", (), "pin_cpus", SWITCH, "no",
+               "keep each child on one CPU of those that we may use"),
         Option("--child-nice", (), "child_nice", whole(0, 19), "5",
                "how far children stand back for the supervisor"),
         Option("--leftovers", (), "leftovers", pattern("kill|keep", "kill or keep", "kill|keep"), "kill",

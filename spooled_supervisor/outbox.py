@@ -35,7 +35,8 @@ MAX_BYTES = 64 << 20
 FORGET_BATCH = 64
 FORGET_DELAY_S = 1.0
 CHECKPOINT_INTERVAL_S = 30.0
-CHECKPOINT_WAL_BYTES = 8 << 20
+CHECKPOINT_ROWS = 5000
+"""Written since the last checkpoint: some 8 MB of log."""
 REOPEN_INTERVAL_S = 10.0
 
 SCHEMA = """
@@ -96,6 +97,7 @@ class Outbox:
         self._reopen_at = 0.0
         self._checkpoint_at = now() + CHECKPOINT_INTERVAL_S
         self._checkpoint: asyncio.Future[None] | None = None
+        self._rows_written = 0
         self._is_broken = False  # the file is no sound database: it is put aside before it is opened again
         self.problem: str | None = None  # why nothing is kept on disk at the moment
 
@@ -198,8 +200,9 @@ class Outbox:
                     self._flush_forgotten()
                     self._write(_PUT, [row for _, _, row in self._on_their_way.values()])
                     self._on_reopened()
-        elif at >= self._checkpoint_at or self._wal_bytes() > CHECKPOINT_WAL_BYTES:
+        elif at >= self._checkpoint_at or self._rows_written > CHECKPOINT_ROWS:
             self._checkpoint_at = at + CHECKPOINT_INTERVAL_S
+            self._rows_written = 0
             if self._checkpoint is None or self._checkpoint.done():
                 loop = asyncio.get_running_loop()
                 self._checkpoint = loop.run_in_executor(None, _checkpoint, self._path)
@@ -319,6 +322,7 @@ class Outbox:
     def _write(self, sql: str, rows: Sequence[Row]) -> None:
         if self._db is None or not rows:
             return
+        self._rows_written += len(rows)
         try:
             if len(rows) == 1:
                 self._db.execute(sql, rows[0])  # a transaction by itself
@@ -344,12 +348,6 @@ class Outbox:
         self._write(_FORGET, self._forgotten)
         if self._db is not None or len(self._forgotten) > MAX_OUTCOMES:
             self._forgotten = []  # else they are still in the file, and go when it is opened again
-
-    def _wal_bytes(self) -> int:
-        try:
-            return os.stat(f"{self._path}-wal").st_size
-        except OSError:
-            return 0
 
 
 def _key(job: Job) -> tuple[str, str]:
@@ -402,6 +400,10 @@ def _write_elsewhere(path: Path, row: Row) -> sqlite3.Error | OSError | None:
 
 
 def _checkpoint(path: Path) -> None:
-    """In a thread: move the log into the database. What fails is tried again later."""
+    """In a thread: move the log into the database. What fails is tried again later.
+
+    PASSIVE: it waits for nobody and nobody waits for it, however slow the disk; the log is written from its beginning
+    again once all of it has been moved (sqlite.org/wal.html, 2.2).
+    """
     with contextlib.suppress(sqlite3.Error, OSError), contextlib.closing(_connect(path)) as db:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")

@@ -18,6 +18,8 @@ from spooled_supervisor.timing import Backoff
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_CAP_S = 30.0
+RENEWED_AT_ONCE = 4
+"""One in so many slots gets a successor at a time: each is a child more than there are places, for a moment."""
 ISOLATION = "isolation"
 """Why a child leaves that is in the way of a job which must run alone in a fresh one, or has run such a job."""
 
@@ -28,6 +30,8 @@ class Slot:
 
     index: int
     child: ChildLink | None = None
+    successor: ChildLink | None = None  # boots while `child` still serves; takes its place when it is ready
+    renew_reason: str | None = None  # why `child` is to have a successor: reload, recycle
     is_forking: bool = False
     not_before: float = 0.0
     backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
@@ -94,19 +98,30 @@ def plan(
     that are missing are started.
     """
     overdue = [_end(child) for child in children if child.deadline is not None and at >= child.deadline]
-    starts = [
-        Start(slot)
-        for slot in slots
-        if may_start and slot.child is None and not slot.is_forking and at >= slot.not_before
-    ]
+    starts = list(_starts(at, slots)) if may_start else []
     return [*overdue, *starts, *_gifts(slots, waiting, caps)]
 
 
-def next_deadline(*, slots: Sequence[Slot], children: Iterable[ChildLink], may_start: bool) -> float:
+def _starts(at: float, slots: Sequence[Slot]) -> Iterator[Start]:
+    """Children that are missing, and successors: a few at a time, and only for children that could leave at once."""
+    renewing = sum(slot.renew_reason is not None and (slot.is_forking or slot.successor is not None) for slot in slots)
+    for slot in slots:
+        if slot.is_forking or at < slot.not_before:
+            continue
+        if slot.child is None and slot.successor is None:
+            yield Start(slot)
+        elif slot.renew_reason is not None and slot.successor is None and slot.idle_child is not None:
+            if renewing >= max(1, len(slots) // RENEWED_AT_ONCE):
+                continue  # an empty slot further on does not wait for this
+            renewing += 1
+            yield Start(slot)
+
+
+def next_deadline(at: float, *, slots: Sequence[Slot], children: Iterable[ChildLink], may_start: bool) -> float:
     """When `plan` will have something to say because of time alone; inf if never."""
-    missing = (slot.not_before for slot in slots if may_start and slot.child is None and not slot.is_forking)
+    starts = (slot.not_before for slot in slots if may_start and slot.not_before > at)
     deadlines = (child.deadline for child in children if child.deadline is not None)
-    return min(min(missing, default=math.inf), min(deadlines, default=math.inf))
+    return min(min(starts, default=math.inf), min(deadlines, default=math.inf))
 
 
 def _end(child: ChildLink) -> Action:

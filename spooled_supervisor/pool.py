@@ -30,6 +30,7 @@ from spooled_supervisor.config import PoolConfig
 from spooled_supervisor.errors import ProtocolError
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkRefused, ForkServerGone, ForkServerKeeper
+from spooled_supervisor.graveyard import Graveyard
 from spooled_supervisor.job import Crashed, Failed, Outcome, Released, Succeeded, TimedOut
 from spooled_supervisor.leases import Key, Lease
 from spooled_supervisor.lifecycle import ChildEvent, ChildState
@@ -47,11 +48,9 @@ BROKEN_LIMIT_S = 1.0
 """How long a child may live on after its pipe ended: its exit, which says more, usually follows at once."""
 CLOSE_LIMIT_S = 2.0
 CPUS = os.cpu_count() or 1
+TELL_DELAY_S = 0.001
 MAX_TIMES_GIVEN = 3
 RECYCLE_JITTER = 0.1
-SWEEP_DELAY_S = 0.01
-SWEEP_LIMIT_S = 1.0
-"""Outcomes wait this long for orphans to die; one that cannot be killed must not hold a job for ever."""
 
 
 class Pool:
@@ -67,6 +66,8 @@ class Pool:
         on_over: Callable[[Run, Outcome | None], None],
         on_change: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        on_metrics: Callable[[int, int, int, bytes], None] = lambda slot, generation, pid, report: None,
+        kin: family.Kin | None = None,
     ) -> None:
         self._config = config
         self._keeper = keeper
@@ -75,6 +76,8 @@ class Pool:
         self._on_over = on_over
         self._on_change = on_change
         self._spawn = spawn
+        self._kin = kin  # in a program that has other children
+        self._on_metrics = on_metrics  # slot, generation, pid of the child, and its report
         self._slots = [Slot(index) for index in range(config.procs)]
         self._children: dict[int, ChildLink] = {}  # by pid, until reaped
         self._waiting: deque[Run] = deque()
@@ -82,12 +85,17 @@ class Pool:
         self._is_replacing = True  # children that are missing are started
         self._forks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._foreign = frozenset(family.strangers(()))  # our children from before: a container's entry script's, say
+        self._answered: list[Run] = []  # their outcomes are known and not handed on yet
+        self._tell_timer: asyncio.TimerHandle | None = None
         self._oom = OomCounter()
         self._oom_count = self._oom.read()
-        self._buried: list[Run] = []  # over as soon as no orphan is left
-        self._sweep_timer: asyncio.TimerHandle | None = None
-        self._sweep_until = 0.0
+        self._graveyard = Graveyard(
+            events=events,
+            known=lambda: self.pids,
+            is_fork_open=lambda: keeper.open_requests > 0,
+            on_over=self._on_buried,
+            kin=kin,
+        )
         self._loop = asyncio.get_running_loop()
         self._all_gone = asyncio.Event()  # no child is left to be reaped
         self._all_gone.set()
@@ -164,6 +172,49 @@ class Pool:
         if child is not None:
             self._recycle_if_fat(child, private_bytes)
 
+    def scale(self, procs: int) -> None:
+        """Have so many slots. Children of slots that are gone finish their job and leave."""
+        while len(self._slots) < procs:
+            self._slots.append(Slot(len(self._slots)))
+        gone, self._slots[procs:] = self._slots[procs:], []
+        for slot in gone:
+            for child in (slot.child, slot.successor):
+                if child is not None:
+                    self._ask_to_leave(child, "scale")
+        self.turn()
+        self._on_change()
+
+    def renew(self, reason: str, index: int | None = None) -> int:
+        """Replace the child of this slot (all: None) by a fresh one, which is ready before the old one leaves.
+
+        A busy child is replaced when its job is done. How many will be replaced.
+        """
+        slots = self._slots if index is None else self._slots[index : index + 1]
+        renewed = [slot for slot in slots if slot.child is not None]
+        for slot in renewed:
+            slot.renew_reason = reason
+            slot.not_before = min(slot.not_before, now())  # asked for: no back-off of before counts
+        self.turn()
+        return len(renewed)
+
+    def has(self, child: ChildLink) -> bool:
+        """Whether it is not reaped yet."""
+        return self._children.get(child.pid) is child
+
+    def key_of(self, job_id: str) -> Key | None:
+        """The key of the newest run of this job, if there is one."""
+        runs = [*self._waiting, *(child.run for child in self._children.values() if child.run is not None)]
+        return next((run.job.key for run in reversed(runs) if run.job.id == job_id), None)
+
+    def kill_if_above(self, limit_bytes: int) -> None:
+        """Kill the families of children whose job has grown them beyond the limit; the job fails, saying so."""
+        for child in self.children:
+            run = child.run
+            if run is not None and rss_private(child.pid) - run.base_memory_bytes > limit_bytes:
+                text = f"the job needs more memory than --child-memory-limit {limit_bytes} bytes allows"
+                _decide(run, Failed(text))
+                self._kill(child, "memory")
+
     async def close(self) -> None:
         """Kill what is left, see it dead (within CLOSE_LIMIT_S), let the fork server go."""
         self.kill_all("shutdown")
@@ -173,14 +224,14 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await self._all_gone.wait()
-        for timer in (self._timer, self._sweep_timer):
+        for timer in (self._timer, self._tell_timer):
             if timer is not None:
                 timer.cancel()
         for child in self.children:  # in the kernel's hands: not even SIGKILL has ended it
             child.close()
         self._children.clear()
         await self._keeper.close()
-        family.sweep(self._foreign, kill=True)
+        self._graveyard.close()
 
     # --- what it shows ----------------------------------------------------------------------------------------------
 
@@ -191,9 +242,8 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the fork server and all children."""
-        server = self._keeper.pid
-        return [*self._children] + ([server] if server is not None else [])
+        """Of the fork server, also one that still imports, and all children."""
+        return [*self._children, *self._keeper.pids]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -221,7 +271,8 @@ class Pool:
     @property
     def jobs_held(self) -> int:
         """Runs that are not over."""
-        return len(self._waiting) + sum(child.run is not None for child in self.children) + len(self._buried)
+        running = sum(child.run is not None for child in self._children.values())
+        return len(self._waiting) + running + len(self._graveyard) + len(self._answered)
 
     def in_progress(self, queue_name: str) -> int:
         """How many children work for this queue."""
@@ -235,9 +286,10 @@ class Pool:
 
     def turn(self) -> None:
         """Do what is due, and wake up again when the next thing is."""
+        at = now()
         may_start = self._is_replacing and self._keeper.is_ready
         for action in plan(
-            now(),
+            at,
             slots=self._slots,
             children=self._children.values(),
             waiting=self._waiting,
@@ -257,7 +309,7 @@ class Pool:
                     self._ask_to_leave(child, reason)
                 case _:
                     assert_never(action)
-        self._arm(next_deadline(slots=self._slots, children=self._children.values(), may_start=may_start))
+        self._arm(next_deadline(at, slots=self._slots, children=self._children.values(), may_start=may_start))
 
     def _arm(self, when: float) -> None:
         """Have `turn` called at `when`. A timer that is set for earlier is left: it will look again."""
@@ -283,14 +335,15 @@ class Pool:
         try:
             born = await self._keeper.fork(slot.index)
         except ForkServerGone:
-            return  # the keeper says when there is another one
+            self._loop.call_soon(self.turn)  # another one may have taken over; else the keeper says when there is one
+            return
         except (ForkRefused, OSError) as error:  # OSError: no descriptors left for another child's pipes
             cause = str(error)
             self._back_off(slot, lambda delay: ev.ForkFailed(slot.index, cause, delay))
             return
         finally:
             slot.is_forking = False
-            self._loop.call_soon(self._sweep)  # held up while the fork was open
+            self._loop.call_soon(self._graveyard.sweep)  # held up while the fork was open
         child = ChildLink(
             born,
             born_at=now(),
@@ -302,13 +355,18 @@ class Pool:
         )
         self._children[child.pid] = child
         self._all_gone.clear()
-        slot.child = child
+        if slot.child is None:
+            slot.child = child
+        else:
+            slot.successor = child
         child.deadline = child.born_at + self._config.boot_timeout_s
         child.jobs_limit = _jittered_limit(self._config.max_jobs_per_child)
         child.send(frames.Adopted(os.getpid()))
         self._events.emit(ev.ChildStarted(slot.index, child.generation, child.pid))
         if not self._is_replacing:
             self._ask_to_leave(child, "shutdown")
+        elif slot not in self._slots:
+            self._ask_to_leave(child, "scale")
         self.turn()
 
     def _give(self, child: ChildLink, run: Run) -> None:
@@ -317,6 +375,8 @@ class Pool:
         run.given_at = now()
         run.times_given += 1
         run.slot = child.slot
+        if self._config.child_memory_limit_bytes is not None:
+            run.base_memory_bytes = rss_private(child.pid)  # what earlier jobs have left there is not its fault
         child.output.begin()  # what was said before is not this job's
         child.run = run
         child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)
@@ -375,6 +435,8 @@ class Pool:
         child.kill_reason = reason
         child.advance(ChildEvent.WAS_KILLED)
         self._vacate(child)
+        if self._kin is not None:
+            self._kin.strike(child.pid)
         descendants = family.kill_family(child.pid, child.pidfd)
         job_id = None if run is None else run.job.id
         self._events.emit(ev.ChildKilled(child.slot, child.generation, child.pid, reason, job_id, descendants))
@@ -392,8 +454,18 @@ class Pool:
         """It takes no more jobs; a replacement for its slot starts beside it, as soon as we are done here."""
         slot = self._slot_of(child)
         if slot is not None:
-            slot.child = None
+            if slot.successor is child:
+                slot.successor = None
+            else:
+                slot.child = slot.renew_reason = None  # the next one is fresh anyway
             self._loop.call_soon(self.turn)
+
+    def _succeed(self, slot: Slot) -> None:
+        """The successor is ready: it takes the slot, and its predecessor leaves, after its job if it has one."""
+        old, slot.child, slot.successor = slot.child, slot.successor, None
+        reason, slot.renew_reason = slot.renew_reason or "recycle", None
+        if old is not None:
+            self._ask_to_leave(old, reason)
 
     # --- what children tell -----------------------------------------------------------------------------------------
 
@@ -412,10 +484,14 @@ class Pool:
                 self._emit_line(child, severity, text, source, meta)
             case frames.LogsDropped(lines=lines):
                 self._on_dropped(child, lines)
+            case frames.Metrics(report=report):
+                self._on_metrics(child.slot, child.generation, child.pid, report)
             case frames.Hello():
                 self._on_hello(child, message)
             case frames.BootFailed(error=error):
                 child.boot_error = error
+            case frames.Leaving():
+                self._ask_to_leave(child, "terminated")  # unless it was asked: then this is only its answer
             case _:
                 assert_never(message)
 
@@ -428,8 +504,12 @@ class Pool:
         if child.state is ChildState.KILLED:
             return
         child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)
-        if self._config.max_child_memory_bytes is not None:
-            child.base_memory_bytes = rss_private(child.pid)
+        child.base_memory_bytes = rss_private(child.pid)
+        slot = self._slot_of(child)
+        if slot is not None and slot.successor is child:
+            self._succeed(slot)
+        if slot is not None and child.generation < self._keeper.generation:
+            slot.renew_reason = slot.renew_reason or "reload"  # forked before the reload, adopted after it
         boot_s = round(child.ready_at - child.born_at, 4)
         self._events.emit(ev.ChildReady(child.slot, child.generation, child.pid, boot_s))
         self.turn()
@@ -463,8 +543,26 @@ class Pool:
         child.jobs_done += 1
         child.advance(ChildEvent.ANSWERED)
         self._recycle_if_due(child, answer.leaving or (ISOLATION if run.is_isolated else None))
-        self._over(run)
+        run.ended_at = now()
+        self._answered.append(run)
         self.turn()
+        if child.run is None:
+            self._tell_answered()
+        elif self._tell_timer is None:
+            self._tell_timer = self._loop.call_later(TELL_DELAY_S, self._tell_answered)
+
+    def _tell_answered(self) -> None:
+        """Hand on what has been answered. Where the child got its next job at once, this waits for a moment.
+
+        A child's answer wakes us on its own CPU, and it cannot go on before we sleep: so it gets the job, we sleep, and
+        then do what its last one still needs. With 10 ms jobs that is a tenth of all its time.
+        """
+        if self._tell_timer is not None:
+            self._tell_timer.cancel()
+            self._tell_timer = None
+        answered, self._answered = self._answered, []
+        for run in answered:
+            self._over(run)
         self._on_change()
 
     def _recycle_if_due(self, child: ChildLink, unfit: str | None) -> None:
@@ -525,7 +623,7 @@ class Pool:
             self._loop.call_later(BROKEN_LIMIT_S, self._kill_if_there, child)
 
     def _kill_if_there(self, child: ChildLink) -> None:
-        if self._children.get(child.pid) is child:
+        if self.has(child):
             self._kill(child, "protocol")
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -552,11 +650,11 @@ class Pool:
         child.close()
         if slot is not None and run is None and (was_booting or _is_fragile(child)):
             self._blame_boot(slot, child, cause, tail)
-        elif was_booting and child.kill_reason in ("boot", "protocol"):
-            self._blame_boot(self._slots[child.slot], child, cause, tail)
+        elif was_booting and child.kill_reason in ("boot", "protocol") and (place := self._place_of(child)) is not None:
+            self._blame_boot(place, child, cause, tail)
         if run is not None:
             self._bury(run, cause, tail)
-        self._sweep_soon()
+        self._graveyard.sweep_soon()
         self._on_change()
 
     def _cause(self, child: ChildLink, exit: exits.Exit) -> str:
@@ -616,38 +714,17 @@ class Pool:
             return
         was = "was " if cause.startswith("killed") else ""
         _decide(run, Crashed(f"the child {was}{cause} without an outcome", tail))
-        self._buried.append(run)
-
-    def _sweep_soon(self) -> None:
-        self._sweep_until = now() + SWEEP_LIMIT_S
-        self._loop.call_soon(self._sweep)
+        self._graveyard.bury(run)
 
     def sweep_hint(self) -> None:
         """SIGCHLD: somebody died. Known children are told by their pidfds; this looks after strangers."""
-        if self._sweep_timer is None:
-            self._sweep_timer = self._loop.call_later(SWEEP_DELAY_S, self._sweep)
+        self._graveyard.hint()
 
-    def _sweep(self) -> None:
-        """Kill and reap what jobs have left behind; then runs whose children are dead are over.
-
-        Not while a fork is open: the stranger may be the child that it is about to name.
-        """
-        self._sweep_timer = None
-        if self._keeper.open_requests:
-            return
-        swept = family.sweep(self._foreign.union(self.pids), kill=True)
-        if swept.found:
-            self._events.emit(ev.OrphansKilled(swept.found, swept.names))
-        if swept.left:
-            self._sweep_timer = self._loop.call_later(SWEEP_DELAY_S, self._sweep)
-            if now() < self._sweep_until:
-                return
-        buried, self._buried = self._buried, []
-        for run in buried:
+    def _on_buried(self, runs: list[Run]) -> None:
+        for run in runs:
             self._over(run)
-        if buried:
-            self.turn()
-            self._on_change()
+        self.turn()
+        self._on_change()
 
     def _child_with(self, key: Key) -> ChildLink | None:
         for child in self._children.values():
@@ -656,8 +733,13 @@ class Pool:
         return None
 
     def _slot_of(self, child: ChildLink) -> Slot | None:
-        slot = self._slots[child.slot]
-        return slot if slot.child is child else None
+        """The slot that it is in; one that leaves or dies has left its slot already."""
+        slot = self._place_of(child)
+        return slot if slot is not None and child in (slot.child, slot.successor) else None
+
+    def _place_of(self, child: ChildLink) -> Slot | None:
+        """The slot that it was started for, if there still is one."""
+        return self._slots[child.slot] if child.slot < len(self._slots) else None
 
 
 def _decide(run: Run, verdict: Outcome | None, *, is_lost: bool = False) -> None:

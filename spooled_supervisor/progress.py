@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spooled_supervisor.api.gate import RateGate
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, LeaseLost
 from spooled_supervisor.pool import Pool
@@ -25,7 +25,7 @@ class ProgressSender:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         pool: Pool,
         gate: RateGate,
         spawn: Callable[[Coroutine[Any, Any, None], str], object],

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import HeartbeatAnswer
 from spooled_supervisor.config import WorkerConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
@@ -44,7 +44,7 @@ class Registration:
 
     def __init__(
         self,
-        api: RestApi,
+        api: Service,
         worker: WorkerConfig,
         *,
         worker_id: str,
@@ -73,6 +73,13 @@ class Registration:
         self._is_leaving = False
         self.is_registered = False
         self.last_beat_at: float | None = None
+
+    def describe(self, *, queue_names: tuple[str, ...] | None = None, max_concurrency: int | None = None) -> None:
+        """We serve other queues, or more jobs at once, from now on: register again, under the same id."""
+        self._queue_names = queue_names or self._queue_names
+        self._max_concurrency = max_concurrency or self._max_concurrency
+        self.is_registered = False
+        self._alarm.ring()
 
     def beat_now(self) -> None:
         """Tell the service at once (the status has changed)."""

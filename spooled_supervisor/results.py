@@ -11,49 +11,87 @@ from math import isfinite
 from typing import Any
 
 MAX_DEPTH = 100
+MAX_PATH = 200
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
 class NotJson(ValueError):
-    """The message says where (`result.pages[3]`) and what."""
+    """The message says where (`result.pages[3]`) and what. The place is put together only when something is wrong."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._steps: list[str] = []
+        super().__init__(what)
+
+    def inside(self, step: str) -> NotJson:
+        """The same, said of the container: `step` leads from it to the place."""
+        self._steps.append(step)
+        return self
+
+    def __str__(self) -> str:
+        return f"result{''.join(reversed(self._steps))}"[:MAX_PATH] + f" {self.what}"
 
 
 def encode_result(value: Any) -> bytes:
     """One JSON value in UTF-8. Raises NotJson; whatever a dict subclass or a huge int makes raise is NotJson too."""
     try:
-        _check(value, "result", MAX_DEPTH)
+        _check(value, MAX_DEPTH)
         return _encode(value).encode("utf-8")
     except NotJson:
         raise
-    except UnicodeEncodeError:
-        raise NotJson("a string in it holds a lone surrogate, which UTF-8 cannot carry") from None
     except Exception as error:
-        raise NotJson(f"{type(error).__name__}: {_text(error)[:200]}") from error
+        raise NotJson(f"cannot be encoded: {type(error).__name__}: {_text(error)[:200]}") from error
 
 
-def _check(value: Any, path: str, depth: int) -> None:
-    if value is None or isinstance(value, (str, int)):  # bool is an int
+def _check(value: Any, depth: int) -> None:
+    if value is None or isinstance(value, int):  # bool is an int
         return
-    if isinstance(value, float):
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, float):
         if not isfinite(value):
-            raise NotJson(f"{path} is {value!r}, and JSON has only finite numbers")
-    elif depth <= 0:
-        raise NotJson(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise NotJson(f"{path} has the key {_short(key)} of type {type(key).__name__}, keys must be strings")
-            _check(item, f"{path}.{key}", depth - 1)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check(item, f"{path}[{index}]", depth - 1)
+            raise NotJson(f"is {value!r}, and JSON has only finite numbers")
+    elif isinstance(value, (dict, list, tuple)):
+        if depth <= 0:
+            raise NotJson(f"is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, dict):
+            _check_dict(value, depth - 1)
+        else:
+            _check_list(value, depth - 1)
     else:
-        raise NotJson(f"{path} is of type {type(value).__name__}")
+        raise NotJson(f"is of type {type(value).__name__}")
+
+
+def _check_dict(value: dict[Any, Any], depth: int) -> None:
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise NotJson(f"has the key {_short(key)} of type {type(key).__name__}, keys must be strings")
+        _check_text(key)
+        try:
+            _check(item, depth)
+        except NotJson as problem:
+            raise problem.inside(f".{key}") from None
+
+
+def _check_list(value: list[Any] | tuple[Any, ...], depth: int) -> None:
+    for index, item in enumerate(value):
+        try:
+            _check(item, depth)
+        except NotJson as problem:
+            raise problem.inside(f"[{index}]") from None
+
+
+def _check_text(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise NotJson(f"is {_short(text)}, with a lone surrogate, which UTF-8 cannot carry") from None
 
 
 def _short(value: object) -> str:
-    return repr(value)[:60]
+    return ascii(value)[:60]
 
 
 def _text(error: Exception) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from spooled_supervisor.api.answers import failure_for_refused_result
 from spooled_supervisor.api.gate import RateGate
-from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.service import Service
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost, ProtocolError
 from spooled_supervisor.events import Events, JobLeaseLost, OutcomeDropped, OutcomeSettled
 from spooled_supervisor.job import Failed, Outcome, Succeeded, error_text
@@ -60,12 +60,12 @@ class Settler:
         self._gate = gate
         self._on_refused = on_refused
 
-    async def settle(self, lease: Lease, outcome: Outcome, api: RestApi) -> bool:
+    async def settle(self, lease: Lease, outcome: Outcome, api: Service, *, tries: int = 0) -> bool:
         """Report the outcome of this lease through `api`; False if it could not be brought to the service.
 
-        Not cancel-safe: the report may have reached the service.
+        `tries`: how often an earlier life may have sent it. Not cancel-safe: the report may have reached the service.
         """
-        report = _Report(outcome)
+        report = _Report(outcome, tries)
         backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
         while lease.is_live and now() < lease.end:  # the clock too: after a sleep this may run before the book is kept
             delay = await self._try(api, lease, report, backoff)
@@ -75,7 +75,7 @@ class Settler:
         self._drop(lease, report, "the lease ended before the service took it")
         return False
 
-    async def _try(self, api: RestApi, lease: Lease, report: _Report, backoff: Backoff) -> float | None:
+    async def _try(self, api: Service, lease: Lease, report: _Report, backoff: Backoff) -> float | None:
         """One try. None: it is over, one way or the other; else seconds to wait before the next one."""
         try:
             already = await self._send(api, lease, report)
@@ -100,7 +100,7 @@ class Settler:
         self._events.emit(OutcomeSettled(job.id, job.queue_name, report.status, already, report.tries))
         return None
 
-    async def _send(self, api: RestApi, lease: Lease, report: _Report) -> bool:
+    async def _send(self, api: Service, lease: Lease, report: _Report) -> bool:
         """One request; whether an earlier one had landed already."""
         tries, report.tries = report.tries, report.tries + 1
         deadline = min(now() + TRY_TIMEOUT_S, lease.end)

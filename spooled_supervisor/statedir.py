@@ -44,9 +44,7 @@ class StateDir:
                 f"state directory {self.path} is in use by the supervisor with pid {holder}; "
                 "for a second one beside it give --state-dir"
             ) from error
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: the lock holds all the same, and the number is for people only
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, the number is for people
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
         return self

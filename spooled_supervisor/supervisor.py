@@ -17,23 +17,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-from spooled_supervisor import __version__, family, kernel, processes
+from spooled_supervisor import __version__, family, frames, kernel, processes
 from spooled_supervisor import events as ev
+from spooled_supervisor.api.events import JobEvents
 from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.transports import BothApi, make_api
 from spooled_supervisor.checking import preload
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.claiming import Claimer
+from spooled_supervisor.commands import Commands
 from spooled_supervisor.config import Config, QueueConfig, cpus_available
+from spooled_supervisor.control import Command, ControlSocket, Refused
 from spooled_supervisor.errors import EX_FAILURE, EX_OK, ConfigError, CredentialsRefused
 from spooled_supervisor.events import Events
-from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
+from spooled_supervisor.forkclient import ForkServerKeeper, Spawn, child_environment, spawn_interpreter
 from spooled_supervisor.holding import Holder
 from spooled_supervisor.job import Job, Outcome, Released
 from spooled_supervisor.keys import ApiKey
@@ -43,12 +48,15 @@ from spooled_supervisor.observer import Observer, Standing, boot_snapshot
 from spooled_supervisor.outbox import Outbox
 from spooled_supervisor.poison import PoisonList
 from spooled_supervisor.pool import Pool
+from spooled_supervisor.pressure import Pressure
 from spooled_supervisor.progress import ProgressSender
 from spooled_supervisor.registration import Registration
 from spooled_supervisor.settling import Settler
 from spooled_supervisor.statedir import StateDir
+from spooled_supervisor.streaming import Streamer
 from spooled_supervisor.telemetry.endpoints import Endpoints
-from spooled_supervisor.telemetry.logs import EventLog
+from spooled_supervisor.telemetry.history import History
+from spooled_supervisor.telemetry.logs import EventLog, StandardLog
 from spooled_supervisor.telemetry.metrics import Metrics
 from spooled_supervisor.telemetry.snapshot import Snapshot
 from spooled_supervisor.telemetry.systemd import Notifier
@@ -69,22 +77,60 @@ STOP_SIGNALS = {
     signal.SIGINT: Phase.DRAINING,
     signal.SIGQUIT: Phase.STOPPING,
 }
-UNUSED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU)
+COMMAND_SIGNALS: Mapping[signal.Signals, tuple[str, Mapping[str, Any]]] = {
+    signal.SIGHUP: ("reload", {}),
+    signal.SIGTTIN: ("scale", {"step": 1}),
+    signal.SIGTTOU: ("scale", {"step": -1}),
+    signal.SIGUSR1: ("stacks", {}),
+}
+UNUSED_SIGNALS = (signal.SIGUSR2,)
 MAX_UNKNOWN = 100
 
 
-class Supervisor:
-    """One run of the daemon: `await run()` gives the exit code."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guest:
+    """What is different in a program that is not ours, but runs us: children, signals, title and memory are its own.
 
-    def __init__(self, config: Config, state: StateDir, *, events: Events, log: EventLog, notifier: Notifier) -> None:
+    It tells us to stop (`Supervisor.climb`); there is no control socket.
+    """
+
+    kin: family.Kin
+    preload: Callable[[int], frames.Preload]
+    spawn: Spawn
+    on_spent: Callable[[], None]
+    on_over: Callable[[Run, Outcome | None], None]
+
+
+class Supervisor:
+    """One run of the daemon, or of a guest in another program: `await run()` gives the exit code."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: StateDir,
+        *,
+        events: Events,
+        log: EventLog | StandardLog,
+        notifier: Notifier,
+        guest: Guest | None = None,
+    ) -> None:
+        self._guest = guest
         self._config = config
         self._state = state
         self._events = events
         self._log = log
         self._notifier = notifier
-        self._standing = Standing(config.worker.worker_id or state.worker_id(config.worker.hostname))
+        self._standing = Standing(
+            config.worker.worker_id or state.worker_id(config.worker.hostname),
+            hostname=config.worker.hostname,
+            api_url=config.api.url,
+        )
+        self._history = History(events)
         self._troubles = Troubles(events)
         self._gate = RateGate()
+        self._pressure = Pressure(
+            max_load=config.claims.max_load, max_memory_pressure=config.claims.max_memory_pressure
+        )
         self._leases = LeaseBook(fraction=config.claims.heartbeat_fraction, abort_grace_s=config.pool.abort_grace_s)
         self._alarm = Alarm()  # `run` waits here: something has changed that the walk may be waiting for
         self._wanted = Phase.BOOTING  # how far the ladder is to be climbed
@@ -96,6 +142,8 @@ class Supervisor:
         self._pinged_at = 0.0
         self._spawned: set[asyncio.Task[None]] = set()
         self._observer: Observer | None = None
+        self._commands: Commands | None = None
+        self._reload_trouble = ""
         self._unknown_commands: set[str] = set()
         self._could_claim = False  # at the last tick
 
@@ -109,7 +157,7 @@ class Supervisor:
         """
         self._set_title()
         refusal: ConfigError | CredentialsRefused | None = None
-        with self._signal_handling():
+        with self._signal_handling() if self._guest is None else contextlib.nullcontext():
             async with asyncio.TaskGroup() as self._tasks:
                 try:
                     async with contextlib.AsyncExitStack() as stack:
@@ -137,11 +185,15 @@ class Supervisor:
         stack.push_async_callback(keeper.close)
         if not await self._is_booted(keeper):
             return EX_OK
-        kernel.set_dumpable(False)  # children of the same user can read neither our memory nor the key in it
+        if self._guest is None:
+            kernel.set_dumpable(False)  # children of the same user can read neither our memory nor the key in it
         self._queues = config.queues or tuple(QueueConfig(name) for name in keeper.queue_names)
         metrics.declare_queues(queue.name for queue in self._queues)
         self._wire(await stack.enter_async_context(self._make_api()), keeper, metrics)
         stack.push_async_callback(self._pool.close)
+        if self._guest is None:
+            control = ControlSocket(config.control_socket, self._wire_commands(keeper, metrics).table())
+            await stack.enter_async_context(control)
         self._start()
         await self._work()
         return await self._stop()
@@ -183,29 +235,39 @@ class Supervisor:
     def _make_keeper(self) -> ForkServerKeeper:
         config = self._config
         share = cpus_available() // config.pool.procs
+        guest = self._guest
         return ForkServerKeeper(
-            functools.partial(preload, config),
+            functools.partial(preload, config) if guest is None else guest.preload,
             child_environment(os.environ, marker=str(self._state.path), threads=share),
             boot_timeout_s=config.pool.boot_timeout_s,
             events=self._events,
             on_ready=self._on_fork_server_ready,
+            spawn=spawn_interpreter if guest is None else guest.spawn,
+            on_spent=(lambda: None) if guest is None else guest.on_spent,
         )
 
-    def _make_api(self) -> RestApi:
+    def _make_api(self) -> RestApi | BothApi:
         config = self._config.api
-        return RestApi(
-            base_url=config.url,
-            api_key=ApiKey(config),
-            worker_id=self._standing.worker_id,
-            events=self._events,
+        return make_api(config, ApiKey(config), self._standing.worker_id, self._events)
+
+    def _make_job_events(self) -> JobEvents:
+        config = self._config.api
+        return JobEvents(
+            config.url,
+            ApiKey(config),
             ca_file=config.ca_file,
+            troubles=self._troubles,
+            on_job=self._claimer.hint,
+            on_up=self._claimer.on_stream,
         )
 
-    def _wire(self, api: RestApi, keeper: ForkServerKeeper, metrics: Metrics) -> None:
+    def _wire(self, api: RestApi | BothApi, keeper: ForkServerKeeper, metrics: Metrics) -> None:
         config, events, queues = self._config, self._events, self._queues
 
         def on_over(run: Run, outcome: Outcome | None) -> None:
             metrics.add_job_cpu(run.job.queue_name, run.cpu_s)
+            if self._guest is not None:
+                self._guest.on_over(run, outcome)
             self._holder.on_over(run, outcome)
 
         pool = self._pool = Pool(
@@ -216,20 +278,11 @@ class Supervisor:
             on_over=on_over,
             on_change=self._on_pool_change,
             spawn=self._spawn,
+            on_metrics=metrics.children.take,
+            kin=None if self._guest is None else self._guest.kin,
         )
-        self._claimer = Claimer(
-            api,
-            pool,
-            queues,
-            config.claims,
-            events=events,
-            troubles=self._troubles,
-            gate=self._gate,
-            spawn=self._spawn,
-            may_claim=self._may_claim,
-            on_claim=lambda claim, asked: self._holder.take(claim, asked),
-            on_refused=self._on_refused,
-        )
+        self._claimer = self._make_claimer(api)
+        self._breakers = {name: queue.breaker for name, queue in self._claimer.queues.items()}
         self._holder = Holder(
             api,
             pool,
@@ -246,7 +299,7 @@ class Supervisor:
             progress=ProgressSender(api, pool, self._gate, self._spawn),
             outbox=self._outbox,
             poison=PoisonList(self._outbox),
-            breakers={name: queue.breaker for name, queue in self._claimer.queues.items()},
+            breakers=self._breakers,
             abort_grace_s=config.pool.abort_grace_s,
             limit_of=self._limit_of,
             is_draining=lambda: self._standing.phase > Phase.RUNNING,
@@ -278,19 +331,78 @@ class Supervisor:
             troubles=self._troubles,
             outbox=self._outbox,
             cpus=cpus_available(),
+            history=self._history,
         )
+
+    def _make_claimer(self, api: RestApi | BothApi) -> Claimer:
+        """Who brings jobs: asked for, or pushed through streams."""
+        kind: Callable[..., Claimer] = Claimer
+        if isinstance(api, BothApi) and self._config.api.transport == "grpc-stream":
+            kind = functools.partial(Streamer, api.grpc, self._leases)
+        return kind(
+            api,
+            self._pool,
+            self._queues,
+            self._config.claims,
+            events=self._events,
+            troubles=self._troubles,
+            gate=self._gate,
+            spawn=self._spawn,
+            may_claim=self._may_claim,
+            on_claim=lambda claim, asked: self._holder.take(claim, asked),
+            on_refused=self._on_refused,
+        )
+
+    def _wire_commands(self, keeper: ForkServerKeeper, metrics: Metrics) -> Commands:
+        assert self._observer is not None
+        observer = self._observer
+
+        def on_reloaded() -> None:
+            if not self._config.queues:
+                self._queues = tuple(QueueConfig(name) for name in keeper.queue_names)
+                metrics.declare_queues(keeper.queue_names)
+                self._claimer.set_queues(self._queues)
+                self._breakers.update((name, queue.breaker) for name, queue in self._claimer.queues.items())
+                observer.set_queues(self._queues)
+                self._registration.describe(queue_names=keeper.queue_names)
+
+        def on_reloading(is_begin: bool, text: str) -> None:
+            self._reload_trouble = "" if is_begin else text
+            if is_begin:
+                self._notifier.reloading()
+            else:
+                self._notifier.ready(self._status_text())
+
+        self._commands = Commands(
+            self._standing,
+            pool=self._pool,
+            keeper=keeper,
+            holder=self._holder,
+            observer=observer,
+            events=self._events,
+            abort_grace_s=self._config.pool.abort_grace_s,
+            set_quiet=self._set_quiet,
+            stop=self._stop_by_command,
+            on_reloaded=on_reloaded,
+            on_reloading=on_reloading,
+        )
+        return self._commands
 
     def _start(self) -> None:
         assert self._observer is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
+        if self._guest is None:  # the hint is worth having, not needed
+            asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._pool.sweep_hint)
         self._events.subscribe(self._on_request, ev.ApiRequestFinished)
         self._events.subscribe(self._on_child_started, ev.ChildStarted)
+        self._events.subscribe(self._on_scaled, ev.Scaled)
         self._events.subscribe(lambda exited: self._outbox.child_gone(exited.pid), ev.ChildExited)
         self._holder.restore(self._outbox.leftovers())
         self._spawn(self._claimer.run(), "claim")
         self._spawn(self._holder.keep_leases(), "keep leases")
         self._spawn(self._registration.run(), "register and beat")
         self._spawn(self._observer.sample(), "sample memory")
+        if self._config.claims.listens_to_events:
+            self._spawn(self._make_job_events().run(), "listen to events")
         self._pool.turn()
 
     async def _work(self) -> None:
@@ -336,6 +448,7 @@ class Supervisor:
         self._drain_ends_at = now() + self._config.shutdown_timeout_s
         self._enter(Phase.DRAINING, self._why)
         self._notifier.stopping(self._status_text())
+        self._notifier.extend_timeout(3 * TELL_INTERVAL_S)  # the next tick that asks may come after TimeoutStopSec=
         self._registration.beat_now()
         self._holder.return_waiting()
         self._pool.abort_all("shutdown")
@@ -376,6 +489,8 @@ class Supervisor:
         }
         handlers[signal.SIGTSTP] = lambda: self._set_quiet("SIGTSTP")
         handlers[signal.SIGCONT] = lambda: self._set_quiet(None, "SIGCONT")
+        for number, (command, request) in COMMAND_SIGNALS.items():
+            handlers[number] = functools.partial(self._on_command_signal, number, command, request)
         for number in UNUSED_SIGNALS:
             handlers[number] = functools.partial(self._on_unused_signal, number)
         for number, handler in handlers.items():
@@ -392,13 +507,31 @@ class Supervisor:
         if self._signals > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._climb(Phase.STOPPING if self._signals > 1 else to, number.name)
+            os._exit(128 + number)  # still here: the kernel spares PID 1 of a container the default action
+        self.climb(Phase.STOPPING if self._signals > 1 else to, number.name)
+
+    def _on_command_signal(self, number: signal.Signals, command: str, request: Mapping[str, Any]) -> None:
+        is_obeyed = self._commands is not None
+        self._events.emit(ev.CommandReceived("signal", number.name, is_obeyed))
+        if self._commands is not None:
+            self._spawn(self._carry_out(self._commands.table()[command], request), command)
+
+    async def _carry_out(self, command: Command, request: Mapping[str, Any]) -> None:
+        """A command that nobody waits for an answer to."""
+        try:
+            await command(request)
+        except Refused as refused:
+            self._events.emit(ev.CommandRefused(str(refused)))
+
+    def _stop_by_command(self, why: str) -> None:
+        self.climb(Phase.STOPPING if self._wanted >= Phase.DRAINING else Phase.DRAINING, why)
 
     def _on_unused_signal(self, number: signal.Signals) -> None:
         """Caught, as its default would end us."""
         self._events.emit(ev.CommandReceived("signal", number.name, False))
 
-    def _climb(self, to: Phase, why: str) -> None:
+    def climb(self, to: Phase, why: str) -> None:
+        """Go down to this phase, unless that has been asked for already. From the loop's thread only."""
         if to > self._wanted:
             self._wanted, self._why = to, why
             self._alarm.ring()
@@ -410,7 +543,7 @@ class Supervisor:
             case "drain" | "stop":
                 if self._wanted <= Phase.RUNNING:
                     self._events.emit(ev.CommandReceived(source, command, True))
-                self._climb(Phase.DRAINING, f"the service said {command}")
+                self.climb(Phase.DRAINING, f"the service said {command}")
             case "pause":
                 self._set_quiet("the service said pause")
             case "resume":
@@ -423,6 +556,7 @@ class Supervisor:
         """Claim nothing from now on, or go on. Resuming counts only while running: systemd sends CONT after TERM."""
         if reason is not None and self._standing.quiet_reason is None:
             self._standing.quiet_reason = reason
+            self._claimer.wake()
             self._events.emit(ev.Quieted(reason))
         elif reason is None and self._standing.quiet_reason is not None and self._wanted <= Phase.RUNNING:
             self._standing.quiet_reason = None
@@ -433,7 +567,7 @@ class Supervisor:
         """Before the service has ever accepted the key it is a wrong one: stop with 77. Later it may be rotated."""
         if not self._standing.is_proven:
             self._fatal = refused
-            self._climb(Phase.STOPPING, "the API key is refused")
+            self.climb(Phase.STOPPING, "the API key is refused")
         else:
             self._standing.refused = refused.message
 
@@ -444,6 +578,9 @@ class Supervisor:
             self._standing.is_proven = True
             self._standing.refused = None
             self._claimer.wake()
+
+    def _on_scaled(self, scaled: ev.Scaled) -> None:
+        self._registration.describe(max_concurrency=scaled.procs)
 
     def _on_child_started(self, started: ev.ChildStarted) -> None:
         start_time = processes.start_time(started.pid)
@@ -460,8 +597,8 @@ class Supervisor:
 
     def _may_claim(self) -> bool:
         standing = self._standing
-        is_free = standing.quiet_reason is None and standing.refused is None and not self._outbox.is_full
-        return standing.phase is Phase.RUNNING and is_free
+        is_free = standing.quiet_reason is None and standing.refused is None and standing.pressure is None
+        return standing.phase is Phase.RUNNING and is_free and not self._outbox.is_full
 
     def _limit_of(self, job: Job) -> float:
         """The job's own limit, the queue's and ours: the shortest counts."""
@@ -479,6 +616,9 @@ class Supervisor:
 
     def _on_tick(self, at: float) -> None:
         """From the loop that keeps the leases: while it turns, the watchdog is fed, in a drain too."""
+        self._look_at_pressure(at)
+        if (limit := self._config.pool.child_memory_limit_bytes) is not None:
+            self._pool.kill_if_above(limit)
         could_claim, self._could_claim = self._could_claim, self._may_claim()
         if self._could_claim and not could_claim:  # the outbox has room again, which nobody else tells the claimer
             self._claimer.wake()
@@ -492,7 +632,21 @@ class Supervisor:
                 self._notifier.extend_timeout(3 * TELL_INTERVAL_S)
             self._notifier.status(self._status_text())
 
+    def _look_at_pressure(self, at: float) -> None:
+        before, reason = self._standing.pressure, self._pressure.reason(at)
+        self._standing.pressure = reason
+        if before is None and reason is not None:
+            self._claimer.wake()
+            self._events.emit(ev.PressureRose(reason))
+        elif before is not None and reason is None:
+            self._events.emit(ev.PressureFell())
+            self._claimer.wake()
+
     # --- what it shows ---------------------------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return self._standing.worker_id
 
     def snapshot(self) -> Snapshot:
         """Everything, as it is now."""
@@ -507,9 +661,10 @@ class Supervisor:
             self._set_title()
 
     def _set_title(self) -> None:
-        kernel.set_title(f"spooled-supervisor: supervisor {self._standing.phase.name.lower()}")
+        if self._guest is None:
+            kernel.set_title(f"spooled-supervisor: supervisor {self._standing.phase.name.lower()}")
 
     def _status_text(self) -> str:
         snapshot = self.snapshot()
         text = f"{snapshot.phase}: {snapshot.current_jobs} of {snapshot.procs} children busy"
-        return "; ".join((text, *snapshot.unhealthy))
+        return "; ".join(filter(None, (text, self._reload_trouble, *snapshot.unhealthy)))

@@ -21,9 +21,6 @@ import socket
 import sys
 import threading
 import time
-
-# What `signal.getsignal` calls; that makes an enum of every answer: 1 us for each of 62 signals.
-from _signal import getsignal  # type: ignore[import-not-found] # it has no stubs
 from _thread import _count as thread_count  # those below the threading module too
 from collections.abc import Callable
 
@@ -44,6 +41,7 @@ LIMITS = (
     resource.RLIMIT_NPROC,
     resource.RLIMIT_STACK,
 )
+SIGNALS = tuple(map(int, signal.valid_signals()))
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 LOOP_THREADS = "asyncio_"
 """The default executor of the event loop that async handlers share: its threads are the child's own."""
@@ -56,17 +54,16 @@ class Baseline:
         """`on_signals_lost` installs our own signal handling again, where a handler has replaced it."""
         self._on_signals_lost = on_signals_lost
         self._kills_leftovers = kill_leftovers
-        helpers = processes.descendants(os.getpid())  # started by the hooks: they stay
+        helpers = processes.descendants(os.getpid()) if _has_children() else ()  # started by the hooks: they stay
         self._helpers = [(stat.pid, stat.start) for stat in helpers]
         self._cwd = os.getcwd()
         self._umask = os.umask(0)
         os.umask(self._umask)
-        self._environ = dict(os.environ)
-        self._raw_environ = dict(_raw_environ())
+        self._environ = dict(_raw_environ())
         self._streams = (sys.stdin, sys.stdout, sys.stderr)
         self._std = {fd: (_identity(fd), kernel.duplicate_high(fd)) for fd in (0, 1, 2)}
-        self._handlers = {number: getsignal(number) for number in map(int, signal.valid_signals())}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._handlers = {number: kernel.getsignal(number) for number in SIGNALS}
+        self._mask = kernel.pthread_sigmask(signal.SIG_BLOCK, ())
         self._limits = {limit: resource.getrlimit(limit) for limit in LIMITS}
         self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         self._affinity = os.sched_getaffinity(0)
@@ -107,24 +104,24 @@ class Baseline:
         for timer in TIMERS:
             if signal.getitimer(timer) != (0.0, 0.0):
                 signal.setitimer(timer, 0)
-        changed = [n for n, handler in self._handlers.items() if getsignal(n) is not handler]
+        changed = [n for n, handler in self._handlers.items() if kernel.getsignal(n) is not handler]
         for number in changed:
             handler = self._handlers[number]
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            kernel.set_handler(number, kernel.SIG_DFL if handler is None else handler)
         if changed:
             self._on_signals_lost()
-        if signal.pthread_sigmask(signal.SIG_BLOCK, ()) != self._mask:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        if kernel.pthread_sigmask(signal.SIG_BLOCK, ()) != self._mask:
+            kernel.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         return None
 
     def _restore_surroundings(self) -> str | None:
         os.umask(self._umask)
         if not self._is_at_home():
             os.chdir(self._cwd)
-        if _raw_environ() != self._raw_environ:
-            for name in set(os.environ) - set(self._environ):
-                del os.environ[name]
-            os.environ.update(self._environ)
+        if _raw_environ() != self._environ:
+            for name in set(os.environb) - set(self._environ):
+                del os.environb[name]
+            os.environb.update(self._environ)
         return None
 
     def _is_at_home(self) -> bool:

@@ -18,9 +18,15 @@ class Troubles:
         self._events = events
         self._failures: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
+        self._optional: set[str] = set()
 
-    def failed(self, operation: str, reason: str, retry_in_s: float | None) -> None:
-        """One more failure; the first of a row, and one for another reason, is told."""
+    def failed(self, operation: str, reason: str, retry_in_s: float | None, *, is_optional: bool = False) -> None:
+        """One more failure; the first of a row, and one for another reason, is told.
+
+        What is optional is told as well, but we are not the worse for it: it never gets into `reasons`.
+        """
+        if is_optional:
+            self._optional.add(operation)
         self._failures[operation] = self._failures.get(operation, 0) + 1
         if self._reasons.get(operation) != reason:
             self._reasons[operation] = reason
@@ -40,5 +46,5 @@ class Troubles:
         return [
             f"{operation}: {self._reasons[operation]}"
             for operation, failures in self._failures.items()
-            if failures >= PERSISTENT_FAILURES
+            if failures >= PERSISTENT_FAILURES and operation not in self._optional
         ]

@@ -28,32 +28,42 @@ LAYERS = (
     "results frames lifecycle leases",
     "exits processes hunt family resources tidy",
     "outbox poison",
-    "output child forkserver forkclient",
-    "childlink plan pool",
-    "api.__init__ api.gate api.answers api.values api.messages api.claims api.exchange api.rest",
-    "breaker troubles keys statedir",
-    "claiming progress settling holding registration",
+    "rates wording output childmetrics child forkserver forkclient copies",
+    "childlink plan graveyard pool",
+    "troubles proto.*",
+    "api.__init__ api.gate api.answers api.values api.messages api.claims api.service api.wire api.httpx_wire",
+    "api.exchange api.rest api.grpc_answers api.grpc api.grpc_process api.transports api.events",
+    "breaker keys statedir pressure",
+    "claiming streaming progress settling holding registration",
     "telemetry.__init__ telemetry.texts telemetry.stream telemetry.lines telemetry.logs telemetry.systemd",
-    "telemetry.snapshot telemetry.series telemetry.gauges telemetry.metrics telemetry.exchange telemetry.endpoints",
-    "observer checking supervisor",
-    "devserver.* demo.*",
-    "cli __main__",
+    "telemetry.snapshot telemetry.series telemetry.foreign telemetry.gauges telemetry.metrics telemetry.exchange",
+    "telemetry.history telemetry.page telemetry.endpoints",
+    "observer control commands checking supervisor",
+    "client workerevents telling hosting worker",
+    "devserver.* demo.* testing.*",
+    "statusview operating exporting cli __main__",
 )
 """From the bottom up. `name.*` is a sub-package whose modules are free among themselves."""
 ORDER = " ".join(LAYERS).split()
 
 DOORS = {
-    "httpx": ["api.exchange", "demo.*"],
-    "prometheus_client": ["telemetry.gauges", "telemetry.metrics", "telemetry.series", "telemetry.endpoints"],
+    "httpx": ["api.httpx_wire", "client", "demo.*"],
+    "pytest": ["testing.pytest_plugin"],
+    "prometheus_client": ["childmetrics", "telemetry.*"],
     "psutil": ["processes", "resources", "observer"],
     "setproctitle": ["kernel"],
     "starlette": ["devserver.*"],
+    "grpc": ["api.grpc", "api.grpc_process", "devserver.*", "proto.*"],
+    "grpc_tools": ["proto.*"],
+    "google": ["devserver.*", "proto.*"],
     "uvicorn": ["devserver.*"],
     "sqlite3": ["outbox", "devserver.*"],
     "ctypes": ["kernel"],
     "multiprocessing": [],
 }
 """Where a library that is not everybody's may be imported."""
+FACE = ("app", "errors", "client", "worker")
+"""What the package itself hands out."""
 EVERYWHERE = {PACKAGE, "msgspec", *sys.stdlib_module_names}
 
 
@@ -116,14 +126,15 @@ def test_a_module_imports_only_from_those_above_it(module: str) -> None:
         if imported is None or imported == module:
             continue
         is_neighbour = ORDER[place].endswith("*") and place_of(imported) == place
-        is_ours = module == "__init__" and imported in ("app", "errors")  # loaded when they are asked for
+        is_ours = module == "__init__" and imported in FACE  # loaded when they are asked for
         assert place_of(imported) < place or is_neighbour or is_ours, f"{module}:{line} imports {name}"
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("devserver.")])
 def test_the_embedded_server_knows_nothing_of_the_supervisor(module: str) -> None:
     known = {own(name) for name, _ in imports_of(module)} - {None}
-    assert {name for name in known if name and not name.startswith("devserver.")} <= {"errors", "__init__"}
+    strange = {name for name in known if name and not name.startswith(("devserver.", "proto."))}
+    assert strange <= {"errors", "__init__"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -165,7 +176,7 @@ def test_a_handler_author_loads_neither_msgspec_nor_asyncio_nor_logging(statemen
 @pytest.mark.parametrize("module", ["child", "forkserver"])
 def test_a_child_loads_no_http_client_no_event_loop_and_nothing_that_speaks_to_the_service(module: str) -> None:
     loaded = loaded_by(f"import {PACKAGE}.{module}")
-    assert not loaded & {"httpx", "asyncio", "ssl", "prometheus_client", "psutil", "multiprocessing"}
+    assert not loaded & {"httpx", "grpc", "asyncio", "ssl", "prometheus_client", "psutil", "multiprocessing"}
     ours = {name.removeprefix(f"{PACKAGE}.") for name in loaded if name.startswith(f"{PACKAGE}.")}
     assert not {name for name in ours if name.startswith(("api", "telemetry", "config", "keys", "devserver"))}
 

@@ -1,13 +1,15 @@
 """The README is true: its examples run, its tables say what the code says, its links lead somewhere.
 
 A block of code carries a comment that no reader sees: `<!-- test: NAME -->` where a test here runs it, or
-`<!-- not run: WHY -->`. A table that repeats something of the code carries `<!-- table: NAME -->`.
+`<!-- not run: WHY -->`. If NAME is a file of `tests/support/examples`, the block is that file, and other tests run it.
+A table that repeats something of the code carries `<!-- table: NAME -->`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +26,35 @@ from typing import Any, cast
 import pytest
 from prometheus_client.metrics_core import Metric
 
-from spooled_supervisor import __version__, config, devserver, errors, observer, options, supervisor
+from spooled_supervisor import (
+    SpooledWorker,
+    __version__,
+    config,
+    devserver,
+    errors,
+    exporting,
+    observer,
+    operating,
+    options,
+    supervisor,
+    workerevents,
+)
 from spooled_supervisor.devserver.config import DEFAULT_API_KEY
 from spooled_supervisor.events import Events
 from spooled_supervisor.telemetry.endpoints import Endpoints
 from spooled_supervisor.telemetry.logs import EventLog
 from spooled_supervisor.telemetry.metrics import Metrics
-from tests.support.daemon import PATIENCE_S, Daemon, daemon, environment
+from tests.support.daemon import PATIENCE_S, Daemon, daemon, environment, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
-UNIT = (REPOSITORY / "systemd/spooled-supervisor.service").read_text()
+SHIPPED = REPOSITORY / "systemd"
+UNIT = (SHIPPED / "spooled-supervisor.service").read_text()
+EXAMPLES = REPOSITORY / "tests/support/examples"
 BASH = "/bin/bash"
 ADDRESS = "http://127.0.0.1:8080"
+GRPC_ADDRESS = "127.0.0.1:50051"
 PRIMES_BELOW_100000 = 9592
 
 _BLOCK = re.compile(r"(?:^<!-- (test|not run): (.+?) -->\n)?^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -53,7 +71,31 @@ class Block:
 
 
 BLOCKS = [Block(mark or "", name or "", language, text) for mark, name, language, text in _BLOCK.findall(README)]
-RUN_HERE = {"first app", "first server", "first daemon", "first job", "jobs.py", "curl", "sdk", "toml", "kubernetes"}
+RUN_HERE = {
+    "conftest.py",
+    "ctl",
+    "curl",
+    "export",
+    "first app",
+    "first daemon",
+    "first job",
+    "first server",
+    "grpc daemon",
+    "grpc server",
+    "jobs.py",
+    "kubernetes",
+    "sdk",
+    "toml",
+}
+RUN_ELSEWHERE = {
+    "library_events.py": "e2e/test_library.py",
+    "library_first.py": "e2e/test_library.py",
+    "library_several.py": "e2e/test_library.py",
+    "library_threads.py": "e2e/test_library.py",
+    "tasks.py": "e2e/test_testing_helpers.py",
+    "tests_of_tasks.py": "e2e/test_testing_helpers.py",
+}
+"""Examples that are files, and the tests that run them."""
 
 
 def code(name: str) -> str:
@@ -81,7 +123,13 @@ def quoted(cell: str) -> list[str]:
 def test_every_block_in_a_language_is_run_or_says_why_not() -> None:
     unmarked = [block.text for block in BLOCKS if block.language and not block.mark]
     assert unmarked == []
-    assert {block.name for block in BLOCKS if block.mark == "test"} == RUN_HERE
+    assert {block.name for block in BLOCKS if block.mark == "test"} == RUN_HERE | RUN_ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", RUN_ELSEWHERE)
+def test_an_example_that_is_a_file_is_what_the_other_tests_run(name: str) -> None:
+    assert code(name) == (EXAMPLES / name).read_text()
+    assert f'"{name}"' in (REPOSITORY / "tests" / RUN_ELSEWHERE[name]).read_text()
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -99,11 +147,17 @@ def test_every_flag_and_variable_that_is_named_exists() -> None:
     devserver.add_arguments(parser)
     ours = {option.flag for option in options.OPTIONS.values()}
     servers = {flag for action in parser._actions for flag in action.option_strings}
-    demos_and_others = {"--version", "--now", "--no-deps", "--no-cache-dir", "--only", "--repeat", "--json"}
+    commands = {"--online", "--watch", "--json", "--exec-start"}
+    of_others = {"--version", "--now", "--no-deps", "--no-cache-dir", "--only", "--repeat"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))
-    assert named - ours - servers - demos_and_others == set()
+    assert named - ours - servers - commands - of_others == set()
     variables = {name for option in options.OPTIONS.values() for name in option.env}
     assert set(re.findall(r"\bSPOOLED_\w+", README)) - variables == {"SPOOLED_API_KEY", "SPOOLED_DEV_API_KEY"}
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"spooled-supervisor\[([\w-]+)\]", README)) == set(extras)
 
 
 def test_the_changelog_knows_this_version() -> None:
@@ -148,6 +202,32 @@ def test_endpoints_are_those_that_answer() -> None:
 def test_exit_codes_are_those_of_the_code() -> None:
     codes = {getattr(errors, name) for name in vars(errors) if name.startswith("EX_")}
     assert {int(row[0]) for row in table("exit codes")} == codes
+
+
+def test_commands_of_ctl_are_those_of_the_code() -> None:
+    (commands,) = [action for action in operating._ctl_parser()._actions if isinstance(action.choices, dict)]
+    assert {quoted(row[0])[0].split()[0] for row in table("ctl")} == set(commands.choices or ())
+
+
+def test_signals_are_those_that_are_caught() -> None:
+    caught = {*supervisor.STOP_SIGNALS, *supervisor.COMMAND_SIGNALS, *supervisor.UNUSED_SIGNALS}
+    names = {number.name.removeprefix("SIG") for number in caught} | {"TSTP", "CONT"}
+    assert {name for row in table("signals") for name in quoted(row[0])} == names
+
+
+def test_transports_are_those_of_the_option() -> None:
+    words = [quoted(row[0])[0] for row in table("transports")]
+    assert " or ".join([", ".join(words[:-1]), words[-1]]) == options.TRANSPORT.rule
+
+
+def test_arguments_of_the_worker_are_those_of_the_code() -> None:
+    parameters = inspect.signature(SpooledWorker).parameters.values()
+    arguments = [(p.name, repr(p.default)) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert [(quoted(row[0])[0], row[1]) for row in table("worker")] == arguments
+
+
+def test_events_of_the_worker_are_those_of_the_code() -> None:
+    assert [quoted(row[0])[0] for row in table("worker events")] == list(workerevents.NAMES)
 
 
 def test_the_instants_of_a_lease_are_those_of_the_defaults() -> None:
@@ -306,6 +386,50 @@ def test_the_first_app_runs_as_told(shell: Shell) -> None:
 
 
 @needs_curl
+@pytest.mark.parametrize("transport", ["grpc-stream", "grpc-process"])
+def test_the_first_app_runs_over_grpc_as_told(shell: Shell, transport: str) -> None:
+    (shell.folder / "myjobs.py").write_text(code("first app"))
+    server = code("grpc server").replace("--grpc-port 50051", "--port 0 --grpc-port 0", 1)
+    with shell.running(server, "ready on") as ready:
+        address, grpc_address = re.findall(r"http://[\d.:]+", ready)[0], ready.rpartition(" ")[2].strip()
+        assert ready.replace(address, ADDRESS).replace(grpc_address, GRPC_ADDRESS) in code("grpc server")
+        daemon = code("grpc daemon").replace(ADDRESS, address).replace(GRPC_ADDRESS, grpc_address)
+        with shell.running(daemon.replace("grpc-stream", transport), "supervisor_started"):
+            shell.run(code("first job").replace(ADDRESS, address))
+            with Producer(address, DEFAULT_API_KEY) as client:
+                (job,) = client.call("GET", "/jobs?queue_name=primes")
+                assert client.wait_for(job["id"], "completed")["result"]["primes"] == PRIMES_BELOW_100000
+
+
+def test_a_daemon_is_looked_at_and_steered_as_told(shell: Shell) -> None:
+    (shell.folder / "jobs.py").write_text(code("jobs.py"))
+    with dev_server() as server:
+        # Which app is said, as there may be other daemons in the usual places of the machine; the reader has one.
+        shell.env |= {"SPOOLED_APP": "jobs", "SPOOLED_API_URL": server.url, "SPOOLED_API_KEY": server.api_key}
+        with shell.running("spooled-supervisor --procs 2", "supervisor_started"):
+            job_id = server.client.create("hashes", {"prefix": "never"})
+            server.client.wait_for(job_id, "processing")
+            for line in code("ctl").splitlines():
+                command, _, answer = line.replace("5f0c…", job_id).partition(" # ")
+                said = " ".join(shell.run(command).split())
+                assert _is_such_an_answer(said, answer.strip()), f"{line}\n{said}"
+        assert server.client.job(job_id)["last_error"].startswith("stopped by an operator")
+
+
+def _is_such_an_answer(said: str, told: str) -> bool:
+    """Dots stand for anything, and numbers for numbers."""
+    pattern = ".*".join(re.sub(r"\d+", r"\\d+", re.escape(part)) for part in told.split("..."))
+    return re.fullmatch(pattern, said) is not None
+
+
+def test_files_are_exported_as_told(shell: Shell) -> None:
+    shell.run(code("export"))
+    assert (shell.folder / "spooled-supervisor.yml").read_text() == (SHIPPED / "alert-rules.yml").read_text()
+    assert (shell.folder / "spooled-supervisor.json").read_text() == (SHIPPED / "grafana-dashboard.json").read_text()
+    assert set(re.findall(r"spooled-supervisor export ([a-z][a-z-]+)", README)) == set(exporting.FILES)
+
+
+@needs_curl
 def test_the_examples_with_curl_are_answered(shell: Shell, server: DevServer) -> None:
     calls = [line for line in code("curl").splitlines() if line.startswith("api ")]
     script = code("curl").replace(ADDRESS, server.url).replace("curl -sS", "curl -sS --fail-with-body -w '\\n'")
@@ -368,7 +492,16 @@ def test_what_handlers_say_is_in_the_log(worker: Daemon, client: Producer) -> No
     worker.wait_for_event("job_logged", job_id=job_id, message="rendered", meta='{"pages": 2}')
 
 
-def test_handlers_can_be_tested_as_told() -> None:
-    names: dict[str, Any] = {"__name__": "jobs"}
-    exec(compile(code("jobs.py"), "jobs.py", "exec"), names)
-    names["test_invoice_names_the_customer"]()
+def test_what_handlers_count_is_among_the_metrics(worker: Daemon, client: Producer) -> None:
+    job_id = client.create("texts", {"text": "one two three", "language": "en"})
+    assert client.wait_for(job_id, "completed", timeout_s=PATIENCE_S)["result"] == 3
+    worker.wait_for_event("job_completed", job_id=job_id)
+    (name,) = re.findall(r"# (words_counted_total\S+)", code("jobs.py"))
+    wait_until(lambda: worker.metrics().get(name) == 3, f"{name} is 3")
+
+
+def test_the_fixtures_are_brought_by_that_line() -> None:
+    names: dict[str, Any] = {}
+    exec(code("conftest.py"), names)
+    assert names["pytest_plugins"] == ["spooled_supervisor.testing.pytest_plugin"]
+    assert code("conftest.py").strip() in (REPOSITORY / "tests" / RUN_ELSEWHERE["tasks.py"]).read_text()

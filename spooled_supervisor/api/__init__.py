@@ -1,1 +1,1 @@
-"""The service's protocol. `values` is what any transport answers; `exchange` is the only module that knows httpx."""
+"""The service's protocol. `values` is what every transport answers with; only `httpx_wire` knows httpx."""

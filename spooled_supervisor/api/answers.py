@@ -152,7 +152,7 @@ def error_of(reading: Reading, answer: Answer, *, job_id: str = "") -> Superviso
 
 def failure_for_refused_result(refused: ApiRefused) -> str:
     """The error text that fails a job whose result the service will not take: small, printable, never empty."""
-    return clip_error(f"the service refused the job's result: HTTP {refused.status} {refused.code}: {refused.message}")
+    return clip_error(f"the service refused the job's result: {refused}")
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from urllib.parse import quote
 from spooled_supervisor import __version__, timing
 from spooled_supervisor.api import answers, claims, messages
 from spooled_supervisor.api.answers import Reading
-from spooled_supervisor.api.exchange import Exchange, Received, Transport
+from spooled_supervisor.api.exchange import Exchange, Received
+from spooled_supervisor.api.httpx_wire import Transport
 from spooled_supervisor.api.values import Claim, HeartbeatAnswer, Registration, Settled
 from spooled_supervisor.errors import ApiUnavailable
 from spooled_supervisor.events import Events

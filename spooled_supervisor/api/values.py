@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spooled_supervisor.errors import ProtocolError
 from spooled_supervisor.job import Job
+
+
+class NotCarried(ProtocolError):
+    """This transport cannot say such a result; another one can. Nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,15 @@ _DURATIONS = {
     "worker_offline_s": "a worker silent for so long is offline and loses its jobs",
     "event_ping_s": "how often a quiet event stream gets a comment",
     "event_health_s": "how often an unfiltered event stream gets system.health",
+    "stream_poll_s": "how often a gRPC job stream looks for what nobody announced, such as a job that is due",
 }
 _WHOLE_SECONDS = {
     "heartbeat_interval_s": "the heartbeat interval that workers are told",
     "min_lease_s": "the shortest lease a worker may ask for",
 }
+_EXTRAS = {"starlette": "dev-server", "uvicorn": "dev-server", "grpc": "grpc", "google": "grpc"}
+"""Which extra brings a package that is missing."""
+
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -39,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, default = parser.add_argument, ServerConfig()
     add("--host", default=default.host, help="address to listen on (default %(default)s)")
     add("--port", type=int, default=default.port, help="port to listen on, 0 for any free one (default %(default)s)")
+    add("--grpc-port", type=int, metavar="PORT", help="port to speak gRPC on, 0 for any free one (default: none)")
     add("--db", metavar="PATH", help="SQLite file to keep the jobs in (default: a temporary one, removed at the end)")
     add(
         "--api-key", metavar="KEY", help=f"the key clients must send (or {API_KEY_VARIABLE}; default {DEFAULT_API_KEY})"
@@ -50,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dialect.add_argument("--lenient", dest="strict", action="store_false", help="let them be left out (default)")
     add("--allow-remote", action="store_true", help="allow a --host that other machines can reach")
     add("--honour-no-retry", action="store_true", help="dead-letter a failure that says no_retry at once")
+    add("--eager-streams", action="store_true", help="push jobs into gRPC streams ahead of their being read")
     for name, meaning in _DURATIONS.items():
         add(flag_of(name), dest=name, type=duration_s, default=getattr(default, name), metavar="DURATION", help=meaning)
     for name, meaning in _WHOLE_SECONDS.items():
@@ -85,10 +91,11 @@ def _config_of(args: argparse.Namespace) -> ServerConfig:
 def _serve(config: ServerConfig, log_level: str) -> int:
     try:
         from spooled_supervisor.devserver.serving import serve
+
+        serve(config, log_level)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
-        if package not in ("starlette", "uvicorn"):
+        if package not in _EXTRAS:
             raise
-        raise ConfigError(f"{package} is not installed; install spooled-supervisor[dev-server]") from missing
-    serve(config, log_level)
+        raise ConfigError(f"{package} is not installed; install spooled-supervisor[{_EXTRAS[package]}]") from missing
     return 0

@@ -31,6 +31,7 @@ class ServerConfig:
     `strict` asks for what the newest service asks for, where older clients leave it out: `worker_id` and `lease_id` on
     complete, fail and renewal, `error` on fail, `queue_name` and `hostname` on registration.
     `honour_no_retry` lets a fail that says `no_retry: true` or `retry: false` end the job; the service ignores both.
+    Without a `grpc_port` there is no gRPC; 0 is any free one. `eager_streams` pushes jobs before they are asked for.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +51,9 @@ class ServerConfig:
     min_lease_s: int = 5
     event_ping_s: float = 15.0
     event_health_s: float = 10.0
+    grpc_port: int | None = None
+    stream_poll_s: float = 1.0
+    eager_streams: bool = False
 
     def __post_init__(self) -> None:
         problems = [*_address_problems(self), *_key_problems(self.api_key), *_duration_problems(self)]
@@ -63,6 +67,8 @@ def _address_problems(config: ServerConfig) -> list[str]:
         problems.append(f"--host {config.host}: not a loopback address; give --allow-remote to serve other machines")
     if not 0 <= config.port <= 65535:
         problems.append(f"--port {config.port}: must be 0 (any free port) to 65535")
+    if config.grpc_port is not None and not 0 <= config.grpc_port <= 65535:
+        problems.append(f"--grpc-port {config.grpc_port}: must be 0 (any free port) to 65535")
     return problems
 
 

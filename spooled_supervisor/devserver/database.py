@@ -17,7 +17,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from spooled_supervisor.errors import ConfigError
@@ -129,10 +129,12 @@ CREATE TABLE revoked_tokens (
 class Database:
     """The open file. `path` None makes a private directory for it, which `close` removes.
 
-    Raises ConfigError when the file cannot be used: unwritable, in use, no database, or from another version.
+    `on_commit` is called after every transaction. Raises ConfigError when the file cannot be used: unwritable, in use,
+    no database, or from another version.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, *, on_commit: Callable[[], None] = lambda: None) -> None:
+        self._on_commit = on_commit
         self._private_directory = tempfile.mkdtemp(prefix="spooled-dev-server-") if path is None else None
         name = path if path is not None else os.path.join(str(self._private_directory), "jobs.sqlite3")
         try:
@@ -172,6 +174,7 @@ class Database:
         try:
             yield
             self._connection.execute("COMMIT")
+            self._on_commit()
         except BaseException:
             if self._connection.in_transaction:  # a COMMIT that failed may have rolled back itself
                 self._connection.execute("ROLLBACK")

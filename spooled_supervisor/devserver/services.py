@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spooled_supervisor.devserver.auth import Tokens
+from spooled_supervisor.devserver.bell import Bell
 from spooled_supervisor.devserver.config import ServerConfig
 from spooled_supervisor.devserver.database import Database
 from spooled_supervisor.devserver.hub import EventHub
@@ -25,7 +26,8 @@ class Services:
     def __init__(self, config: ServerConfig, clock: Callable[[], float]) -> None:
         self.config = config
         self.clock = clock
-        self.db = Database(config.db)
+        self.bell = Bell()
+        self.db = Database(config.db, on_commit=self.bell.ring)
         self.queues = Queues(self.db)
         self.jobs = Jobs(self.db, self.queues)
         self.listing = Listing(self.db)

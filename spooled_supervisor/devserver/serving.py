@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -20,6 +21,9 @@ from spooled_supervisor.devserver.app import create_app
 from spooled_supervisor.devserver.config import ServerConfig
 from spooled_supervisor.devserver.services import Services
 from spooled_supervisor.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spooled_supervisor.devserver.grpc_serving import GrpcServer
 
 STOP_LIMIT_S = 1
 """How long a stop waits for answers that are being written. Event streams are ended first and take none of it."""
@@ -39,15 +43,21 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._services = services
         self._ready_line = ready_line
+        self._grpc = make_grpc_server(services)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        line = self._ready_line
+        if self._grpc is not None:
+            line += f", grpc on {await self._grpc.start()}"
         await super().startup(sockets)
         if self.started:
-            sys.stdout.write(self._ready_line + "\n")
+            sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._services.hub.close()
+        if self._grpc is not None:
+            await self._grpc.stop()
         await super().shutdown(sockets)
 
 
@@ -75,6 +85,16 @@ def serve(config: ServerConfig, log_level: str) -> None:
                 server.run(sockets=[listener])
         finally:
             services.close()
+
+
+def make_grpc_server(services: Services) -> GrpcServer | None:
+    """None unless one is wanted: only then its libraries are needed."""
+    config = services.config
+    if config.grpc_port is None:
+        return None
+    from spooled_supervisor.devserver.grpc_serving import GrpcServer
+
+    return GrpcServer(services, config.host, config.grpc_port)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@
     /livez        200 while the loop turns; it knows nothing of the service, as a restart would not bring that back
     /readyz       200 when a job would be taken now, else 503 with the reasons
     /status.json  the whole snapshot
+    /             a page for people that shows it and refreshes itself
 
 It runs on the loop that it reports about, so that a dead loop cannot look alive. It answers from a snapshot without
 awaiting anything, keeps no state between requests and logs none of them. Who opens connections and leaves them is
@@ -31,8 +32,9 @@ from spooled_supervisor.telemetry.exchange import (
     json_response,
     read_request,
 )
-from spooled_supervisor.telemetry.logs import EventLog
+from spooled_supervisor.telemetry.logs import EventLog, StandardLog
 from spooled_supervisor.telemetry.metrics import Metrics
+from spooled_supervisor.telemetry.page import status_page
 from spooled_supervisor.telemetry.snapshot import Snapshot
 
 MAX_CONNECTIONS = 64
@@ -48,10 +50,11 @@ class Endpoints:
     """Listens while it is entered. `routes` maps paths to functions; add to it freely, they must not block."""
 
     def __init__(
-        self, host: str, port: int, *, snapshot: Callable[[], Snapshot], metrics: Metrics, log: EventLog
+        self, host: str, port: int, *, snapshot: Callable[[], Snapshot], metrics: Metrics, log: EventLog | StandardLog
     ) -> None:
         self.port = port  # the real one while entered, also where 0 was asked for
         self.routes: dict[str, Route] = {
+            "/": lambda request: status_page(),
             "/metrics": self._metrics_page,
             "/health": self._health,
             "/livez": _livez,

@@ -44,7 +44,7 @@ def gauges(now: Snapshot, queue_label: Callable[[str], str]) -> Iterator[Metric]
     yield _plain("leases_held", "Leases that are renewed.", now.leases_held)
     yield _plain("unsettled", "Jobs whose outcome the service does not have yet.", now.unsettled)
     yield _plain("outbox_depth", "Outcomes that wait to be reported.", now.outbox_depth)
-    yield _plain("outbox_on_disk", "1 if outcomes are kept on disk, 0 if only in memory.", now.outbox_on_disk)
+    yield _plain("outbox_on_disk", "Whether outcomes are kept on disk, and not in memory only.", now.outbox_on_disk)
     yield _plain("outbox_age_seconds", "Age of the oldest outcome that waits, 0 if none does.", now.outbox_age_s)
     yield _plain("heartbeat_age_seconds", "Time since the service took a heartbeat.", now.heartbeat_age_s)
     yield _plain("registered", "Whether the service knows this worker.", now.registered)

@@ -131,6 +131,36 @@ class EventLog:
         logger.setLevel(level)
 
 
+class StandardLog:
+    """For a program that has a log of its own: events go to its standard `logging`, to the logger `spooled_supervisor`.
+
+    The message is the line without time and level; the record has the attributes `event` and `fields`.
+    """
+
+    dropped = 0
+
+    def __init__(self, events: Events, secrets: Sequence[str] = ()) -> None:
+        self._logger = logging.getLogger("spooled_supervisor")
+        self._lines = Lines("text", secrets)
+        events.subscribe(self._on_event)
+
+    def write(self, level: int, name: str, /, **fields: object) -> None:
+        """Log one line that stands for no event."""
+        if self._logger.isEnabledFor(level):
+            line = self._lines.line(level, name, fields).decode()
+            message = line.split(" ", 1)[1][len(_WIDEST_LEVEL) + 1 :]
+            self._logger.log(level, "%s", message, extra={"event": name, "fields": fields})
+
+    def _on_event(self, event: Event) -> None:
+        level = LEVELS.get(event.severity, logging.INFO) if isinstance(event, JobLogged) else event.level
+        if level > 0 and self._logger.isEnabledFor(level):
+            fields = {field.name: _tidy(getattr(event, field.name)) for field in dataclasses.fields(event)}
+            self.write(level, event.name, **fields)
+
+
+_WIDEST_LEVEL = "ERROR"
+
+
 class _Bridge(logging.Handler):
     """Brings records of the standard `logging` to our lines: asyncio's, httpx's, and those of failing subscribers."""
 

@@ -3,7 +3,8 @@
 Names that begin with `worker_` are those that the service's own guides use for a worker. Label values come from closed
 sets or are queues that were declared; anything else becomes `other`, so no job, error text or server can make series.
 All counting is in this process: children report events, and no file of a dead one can haunt a page (`series` says why
-prometheus_client's own counters are not used). Each series stands beside the event that moves it.
+prometheus_client's own counters are not used). Each series stands beside the event that moves it. What the app's
+handlers count themselves is on the same page; `foreign` looks after that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from spooled_supervisor.events import (
     LoopLagged,
     OrphansKilled,
     OutcomeDropped,
+    Reloaded,
+    ReloadFailed,
 )
+from spooled_supervisor.telemetry.foreign import ChildMetrics, appears_by
 from spooled_supervisor.telemetry.gauges import gauges
 from spooled_supervisor.telemetry.series import Closed, Counter, FirstCome, Histogram
 from spooled_supervisor.telemetry.snapshot import Snapshot
@@ -51,11 +55,12 @@ LEFT_FOR_GOOD = frozenset({"scale", "shutdown"})  # reasons to exit after which 
 KILL_REASONS = ("boot", "exit", "lease_lost", "operator", "protocol", "shutdown", "timeout", "unresponsive")
 RESTART_REASONS = (
     *(reason for reason in KILL_REASONS if reason not in LEFT_FOR_GOOD),
-    *("aborted", "crash", "jobs", "killed", "memory", "recycled", "reload", "terminated"),
+    *("aborted", "crash", "isolation", "jobs", "memory", "recycle", "reload", "terminated", "thread", "descriptors"),
 )
 RENEWAL_RESULTS = ("expired", "lost", "ok", "unavailable")
 FAILURE_KINDS = ("crashed", "failed", "released", "timed_out")
 JOB_STATUSES = ("completed", "failed")
+RELOAD_RESULTS = ("failed", "ok")
 API_STATUSES = (
     *("200", "201", "202", "204", "400", "401", "402", "403", "404", "408", "409", "413", "415", "422", "429"),
     *("500", "501", "502", "503", "504", "error", "timeout"),
@@ -90,9 +95,14 @@ class Metrics(Collector):
         self._count_leases()
         self._count_requests()
         self._count_children()
+        self._count_reloads()
         self._count_troubles()
+        taken = [name for family in self.describe() for name in appears_by(family.name, family.type)]
+        self.children = ChildMetrics([*taken, "worker_jobs_in_progress"])
+        self._on(lambda event: self.children.gone(event.pid), ChildExited)
         self.registry = CollectorRegistry() if registry is None else registry
         self.registry.register(self)
+        self.registry.register(self.children)
         if registry is None:
             ProcessCollector(registry=self.registry)
 
@@ -229,6 +239,13 @@ class Metrics(Collector):
         self._on(exited, ChildExited)
         self._on(lambda event: kills.add(1, kill_label(event.reason)), ChildKilled)
         self._on(lambda event: boot.observe(event.boot_s), ChildReady)
+
+    def _count_reloads(self) -> None:
+        reloads = self._counter(
+            PREFIX + "reloads_total", "Reloads of the app; where one failed the old one goes on.", result=RELOAD_RESULTS
+        )
+        self._on(lambda event: reloads.add(1, "ok"), Reloaded)
+        self._on(lambda event: reloads.add(1, "failed"), ReloadFailed)
 
     def _count_troubles(self) -> None:
         orphans = self._counter(PREFIX + "orphans_killed_total", "Processes that jobs left behind and we ended.")

@@ -2,13 +2,16 @@
 
 The supervisor fills it anew for each reader (a scrape, a health check, the status page, the control socket); nobody
 keeps it. That way no gauge can drift from the truth: there is no second copy to forget to update. Phases and states are
-the names of `lifecycle` in lower case. Durations are in seconds, sizes in bytes, `started_at` is wall time in seconds
-since the epoch; None means not known or not applicable. Nothing here carries a payload, a result or a secret.
+the names of `lifecycle` in lower case. Durations are in seconds, sizes in bytes, `..._at` is wall time in seconds since
+the epoch; None means not known or not applicable. Nothing here carries a payload, a result or a secret.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+MAX_LEASES = 200
+"""So many are listed, those that end first; the numbers count all."""
 
 PHASES = ("booting", "running", "draining", "stopping", "stopped")
 CHILD_STATES = ("starting", "idle", "busy", "aborting", "stopping", "killed")
@@ -23,6 +26,10 @@ class QueueSnapshot:
     max_procs: int | None
     in_progress: int
     waiting: int
+    done: int = 0  # in this life of the supervisor
+    failed: int = 0
+    rate_per_min: float = 0.0  # done and failed, in the last minute
+    breaker: str = "closed"  # or open: its jobs kill their children, nothing is claimed; half_open: one job is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,32 @@ class ChildSnapshot:
     pss_bytes: int | None
     uss_bytes: int | None
     cpu_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureSnapshot:
+    """A job that failed; `kind`: failed, timed_out, crashed, released; `output` is what a dead child printed last."""
+
+    job_id: str
+    queue: str
+    kind: str
+    error: str
+    output: str
+    failed_at: float
+    slot: int | None
+    will_retry: bool
+    duration_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSnapshot:
+    """A lease: `held`, or `settling` while its outcome is on its way. Renewed in `renew_in_s`, or over at its end."""
+
+    job_id: str
+    queue: str
+    state: str
+    ends_in_s: float
+    renew_in_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +106,20 @@ class Snapshot:
     heartbeat_age_s: float | None
     procs: int
     generation: int
+    quiet_reason: str | None = None
+    failures: tuple[FailureSnapshot, ...] = ()  # the newest first
+    throughput: tuple[tuple[float, int, int], ...] = ()  # buckets, the oldest first: their begin, jobs done, failed
+    leases: tuple[LeaseSnapshot, ...] = ()  # at most MAX_LEASES
+    outbox_problem: str | None = None
+    outbox_full: bool = False
+    pid: int | None = None
+    version: str = ""
+    hostname: str = ""
+    api_url: str = ""
+    cpus: float | None = None  # that the family may use
+    load_average: tuple[float, float, float] | None = None
+    cpu_percent: float | None = None  # of the family, as in the last heartbeat
+    memory_percent: float | None = None
 
     @property
     def current_jobs(self) -> int:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from spooled_supervisor.devserver.errors import ApiError
@@ -48,7 +49,12 @@ class Listener:
 
 @contextlib.contextmanager
 def listening(server: DevServer, query: str = "events=job.created,job.status,job.completed,job.failed") -> Any:
-    with server.client.http.stream("GET", f"/events?{query}") as response:
+    # A client of its own: beside an open stream the server's would need a second connection, and keep it.
+    authorized = {"Authorization": f"Bearer {server.api_key}"}
+    with (
+        httpx.Client(base_url=server.client.http.base_url, headers=authorized, trust_env=False) as client,
+        client.stream("GET", f"/events?{query}") as response,
+    ):
         assert response.status_code == 200
         assert response.headers["Content-Type"].startswith("text/event-stream")
         listener = Listener(response.iter_lines())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +21,15 @@ from tests.support.devserver import DevServer, Producer, dev_server
 from tests.support.stub_api import StubApi, stub_api
 
 STUB_KEY = "sp_test_0123456789abcdef"
+TRANSPORT = os.environ.get("E2E_TRANSPORT", "rest")
+"""How the daemons of all tests with a `site` talk to the embedded server: rest, grpc-stream or grpc-process."""
+SERVER: dict[str, Any] = {
+    "retry_base_s": 0.05,
+    "lease_recovery_interval_s": 0.2,
+    "scheduled_activation_s": 0.1,
+    "stream_poll_s": 0.05,
+}
+"""Faster than the service is."""
 
 _numbers = itertools.count(1)
 
@@ -40,10 +50,12 @@ class Site:
         queues: Sequence[str] = ("q",),
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        transport: str = TRANSPORT,
         **more: Any,
     ) -> AbstractContextManager[Daemon]:
         """A daemon that serves these queues."""
         named = [word for queue in queues for word in ("--queue", self.prefix + queue)]
+        named += transport_options(self.server, transport)
         own = {"QUEUE_PREFIX": self.prefix, **(env or {})}
         more.setdefault("api_key", self.server.api_key)
         return daemon(app, url=self.server.url, options=[*named, *options], env=own, **more)
@@ -100,6 +112,11 @@ class Site:
         assert len({worker.ledger.entries("start", job=job_id)[0]["pid"] for job_id in jobs}) == procs
 
 
+def transport_options(server: DevServer, transport: str) -> list[str]:
+    """For REST nothing: then nothing of gRPC is loaded."""
+    return [] if transport == "rest" else ["--transport", transport, "--grpc-address", server.grpc_address]
+
+
 def check_only_its_own(worker: Daemon) -> None:
     """Of all processes with the daemon's marker only fork server and children live."""
 
@@ -114,7 +131,7 @@ def check_only_its_own(worker: Daemon) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[DevServer]:
-    with dev_server(retry_base_s=0.05, lease_recovery_interval_s=0.2, scheduled_activation_s=0.1) as running:
+    with dev_server(grpc_port=0, **SERVER) as running:
         yield running
 
 

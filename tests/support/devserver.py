@@ -36,7 +36,7 @@ from spooled_supervisor.devserver.services import Services
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIME = 1_700_000_000.0
 
-_READY = re.compile(r"spooled dev-server ready on (http://\S+) \(api key: (\S+)\)\n")
+_READY = re.compile(r"spooled dev-server ready on (http://\S+) \(api key: (\S+)\)(?:, grpc on (\S+))?\n")
 _STOP_LIMIT_S = 10.0
 _POLL_S = 0.01
 
@@ -72,9 +72,10 @@ def dev_server(**options: object) -> Iterator[DevServer]:
             cwd=REPOSITORY,
         )
         try:
-            url, api_key = _wait_until_ready(process, log)
+            url, api_key, grpc_address = _wait_until_ready(process, log)
             with Producer(url, api_key) as client:
-                server = DevServer(process, url, api_key, client, log)
+                client.stats()  # its one connection belongs to the server's fixture, not to the first test of it
+                server = DevServer(process, url, api_key, client, log, grpc_address)
                 yield server
                 server.stop()
         finally:
@@ -94,6 +95,7 @@ class DevServer:
     api_key: str
     client: Producer = field(repr=False)
     log: IO[str] = field(repr=False)
+    grpc_address: str = ""  # HOST:PORT where `grpc_port` was asked for
     _was_killed: bool = False
 
     @property
@@ -270,11 +272,11 @@ def local_server(**settings: Any) -> Iterator[LocalServer]:
         server.close()
 
 
-def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str]:
+def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str, str]:
     assert process.stdout is not None
     line = process.stdout.readline()
     match = _READY.fullmatch(line)
     if match is None:
         log.seek(0)
         raise AssertionError(f"the dev-server did not get ready, said {line!r} and logged:\n{log.read()}")
-    return match.group(1), match.group(2)
+    return match.group(1), match.group(2), match.group(3) or ""

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spooled_supervisor import child as child_module
-from spooled_supervisor import frames, kernel
+from spooled_supervisor import frames, kernel, rates, wording
 from spooled_supervisor.app import App, JobContext
 from spooled_supervisor.child import (
     ABORT_SIGNAL,
@@ -31,12 +31,10 @@ from spooled_supervisor.child import (
     EXIT_SUPERVISOR_GONE,
     Birth,
     Child,
-    clip_text,
-    describe_error,
-    safe_text,
 )
 from spooled_supervisor.errors import JobAborted, NonRetryableError
 from spooled_supervisor.job import MAX_ERROR_CHARS, MAX_RESULT_BYTES
+from spooled_supervisor.wording import clip_text, describe_error, safe_text
 
 
 class Born(Child):
@@ -64,7 +62,7 @@ class Supervisor:
                 stack_fd=os.memfd_create("stack"),
                 nice=0,
                 kills_leftovers=True,
-                log_level="info",
+                pins_cpu=False,
             ),
         )
         nothing_left: Any = SimpleNamespace(
@@ -565,13 +563,14 @@ def test_a_text_of_any_size_and_kind_fits_into_a_frame(make: Make, text: str) ->
 
 
 def test_lines_beyond_the_rate_are_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "LOG_LINES_PER_S", 0)
+    monkeypatch.setattr(rates, "LINES_PER_S", 0)
 
     def handler(ctx: JobContext) -> None:
-        supervisor.child._log_budget = 2.0
+        rate = supervisor.child._log_rate = rates.LineRate()
+        rate._left = 2.0
         for n in range(5):
             ctx.log("info", str(n))
-        supervisor.child._log_budget = 1.0
+        rate._left = 1.0
         ctx.log("info", "again")
 
     supervisor = make(handler)
@@ -586,7 +585,8 @@ def test_lines_beyond_the_rate_are_counted(make: Make, monkeypatch: pytest.Monke
 
 def test_standard_logging_reaches_the_supervisor_with_its_severity(make: Make) -> None:
     supervisor = make()
-    handler = child_module._LogHandler(supervisor.child)
+    handler = child_module._LogHandler()
+    handler.child = supervisor.child
     for level in (5, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL, 77):
         handler.handle(logging.LogRecord("app", level, "app.py", 1, "n=%d", (level,), None))
     heard = [(m.severity, m.message, m.source) for m in supervisor.heard() if isinstance(m, frames.Log)]
@@ -597,7 +597,9 @@ def test_standard_logging_reaches_the_supervisor_with_its_severity(make: Make) -
 def test_a_log_record_that_cannot_be_formatted_is_dropped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     supervisor = make()
-    child_module._LogHandler(supervisor.child).handle(logging.LogRecord("app", 20, "app.py", 1, "%d", ("x",), None))
+    handler = child_module._LogHandler()
+    handler.child = supervisor.child
+    handler.handle(logging.LogRecord("app", 20, "app.py", 1, "%d", ("x",), None))
     assert supervisor.heard() == []
 
 
@@ -747,7 +749,7 @@ def test_a_life_without_jobs(make: Make, armed: list[int], without_baseline: Non
     supervisor = make(app=app)
     supervisor.tell(frames.Adopted(os.getppid()), frames.Leave())
     assert supervisor.child.live() == EXIT_LEFT
-    assert supervisor.heard() == [frames.Hello(3, 2, os.getpid())]
+    assert supervisor.heard() == [frames.Hello(3, 2, os.getpid()), frames.Leaving()]
     assert hooks == ["started", "stopped"]
 
 
@@ -843,7 +845,7 @@ def test_a_description_is_bounded_however_large_the_text_or_deep_the_stack_is() 
         deep(300)
     text = describe_error(caught.value)
     assert len(text) < 4000
-    assert text.count("\n  at ") == child_module.STACK_FRAMES_IN_ERROR
+    assert text.count("\n  at ") == wording.FRAMES_SHOWN
 
 
 def test_notes_are_part_of_a_description() -> None:

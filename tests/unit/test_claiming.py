@@ -21,6 +21,9 @@ from spooled_supervisor.claiming import (
     BACKOFF_CAP_S,
     BACKOFF_FIRST_S,
     CLAIM_TIMEOUT_S,
+    HINT_SPREAD_S,
+    IDLE_AFTER_S,
+    IDLE_CAP_S,
     REFUSED_PAUSE_S,
     ClaimedQueue,
     Claimer,
@@ -54,6 +57,7 @@ class Desk:
         idle: int = 4,
         prefetch: int = 0,
         lease_duration_s: int = 30,
+        poll_interval_s: float = 1.0,
     ) -> None:
         self.clock = clock
         self.api = FakeApi(clock)
@@ -70,7 +74,7 @@ class Desk:
             cast(RestApi, self.api),
             cast(Pool, self.pool),
             queues or (QueueConfig("emails"),),
-            ClaimConfig(poll_interval_s=1.0, lease_duration_s=lease_duration_s, prefetch=prefetch),
+            ClaimConfig(poll_interval_s=poll_interval_s, lease_duration_s=lease_duration_s, prefetch=prefetch),
             events=events,
             troubles=self.troubles,
             gate=self.gate,
@@ -91,12 +95,13 @@ class Desk:
         self.may_claim = True
         self.claimer.wake()
 
-    def take(self, claim: Claim, asked: int) -> None:
+    def take(self, claim: Claim, asked: int) -> int:
         """What the holder does, as far as places are concerned: each job takes an idle child."""
         self.claimed.append((self.clock(), claim, asked))
         self.pool.idle -= len(claim.jobs)
         for job in claim.jobs:
             self.pool.running[job.key] = make_run(1, job)
+        return len(claim.jobs)
 
     def run(self, seconds: float, *story: tuple[float, Callable[[], object]]) -> None:
         """Let it claim for so long; `story`: what happens meanwhile, and after how many seconds."""
@@ -118,6 +123,11 @@ class Desk:
     def times(self) -> list[float]:
         """When claims were sent, in seconds from the start of `run`."""
         return [call.at - self.begun for call in self.api.calls]
+
+    @property
+    def names(self) -> set[str]:
+        """Of all queues that were asked."""
+        return {name for name, _ in self.asked}
 
     @property
     def asked(self) -> list[tuple[str, int]]:
@@ -172,12 +182,13 @@ def test_a_queue_that_gave_less_is_asked_after_the_poll_interval(clock: FakeCloc
     assert 0.9 <= desk.times[1] <= 1.1 + 1e-6
 
 
-def test_unreadable_jobs_count_as_given(clock: FakeClock) -> None:
+def test_an_answer_whose_jobs_cannot_all_run_is_not_full(clock: FakeClock) -> None:
     desk = Desk(clock, idle=2)
     desk.api.script("claim", Claim(jobs(1).jobs, (UnreadableJob(make_job(id="bad"), "no payload"),)), NONE)
     desk.run(0.5)
-    assert desk.asked == [("emails", 2), ("emails", 1)]
-    assert desk.times == pytest.approx([0.0, 0.0])
+    assert desk.asked == [("emails", 2)]
+    desk.run(1.5)
+    assert desk.asked[1:2] == [("emails", 1)]
 
 
 def test_without_a_place_nobody_is_asked_until_there_is_one(clock: FakeClock) -> None:
@@ -434,6 +445,220 @@ def test_a_claim_whose_answer_is_lost_gives_its_places_back(clock: FakeClock) ->
     desk.api.script("claim", DOWN, jobs(2, "a"))
     desk.run(3.0)
     assert desk.asked == [("a", 2), ("a", 2)]
+
+
+# --- hints ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hint_makes_the_next_poll_come_at_once(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.run(0.8, (0.5, lambda: desk.claimer.hint("emails")))
+    assert len(desk.times) == 2
+    assert 0.5 <= desk.times[1] <= 0.5 + HINT_SPREAD_S + 1e-6
+
+
+def test_a_hint_for_later_is_a_poll_for_later(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.run(0.8, (0.1, lambda: desk.claimer.hint("emails", 0.5)))
+    assert 0.6 <= desk.times[1] <= 0.6 + HINT_SPREAD_S + 1e-6
+
+
+def test_a_hint_for_later_than_the_poll_changes_nothing(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.run(1.5, (0.1, lambda: desk.claimer.hint("emails", 30.0)))
+    assert 0.9 - 1e-6 <= desk.times[1] <= 1.1 + 1e-6
+
+
+def test_hints_of_other_queues_mean_nothing(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("a"), QueueConfig("b"))
+    desk.run(0.8, (0.3, lambda: desk.claimer.hint("c")), (0.5, lambda: desk.claimer.hint("b")))
+    assert [name for name, _ in desk.asked] == ["a", "b", "b"]
+
+
+def test_a_crowd_of_hints_is_one_poll(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.run(0.8, *[(0.5, lambda: desk.claimer.hint("emails")) for _ in range(1000)])
+    assert len(desk.times) == 2
+
+
+def test_hints_of_many_daemons_do_not_fall_on_one_instant(clock: FakeClock) -> None:
+    def answered_at() -> float:
+        desk = Desk(clock)
+        desk.run(0.8, (0.5, lambda: desk.claimer.hint("emails")))
+        return desk.times[1]
+
+    assert len({round(answered_at() * 1e5) for _ in range(20)}) > 10
+
+
+def test_a_hint_during_a_claim_is_not_lost_when_its_answer_is_empty(clock: FakeClock) -> None:
+    """The job may have come after the service had looked: only another claim can tell."""
+    desk = Desk(clock)
+    desk.api.latency_s = 0.2
+    desk.run(0.8, (0.1, lambda: desk.claimer.hint("emails")))
+    assert desk.times == pytest.approx([0.0, 0.2], abs=0.01)
+
+
+def test_many_hints_during_a_claim_are_one_more_claim(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.api.latency_s = 0.2
+    desk.run(0.8, *[(n / 1000, lambda: desk.claimer.hint("emails")) for n in range(1, 190)])
+    assert len(desk.times) == 2
+
+
+def test_a_hint_while_all_are_busy_counts_when_one_is_idle(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.run(
+        0.8,
+        (0.1, lambda: setattr(desk.pool, "idle", 0)),
+        (0.2, lambda: desk.claimer.hint("emails")),
+        (0.5, partial(desk.now_has, 1)),
+    )
+    assert desk.times == pytest.approx([0.0, 0.5])
+
+
+@pytest.mark.parametrize("failure", [DOWN, LIMITED, FORBIDDEN, KEY_REVOKED], ids=["down", "limited", "403", "401"])
+def test_a_hint_never_shortens_the_pause_after_a_failure(clock: FakeClock, failure: Exception) -> None:
+    desk = Desk(clock)
+    desk.api.script("claim", failure)
+    desk.run(0.45, *[(n / 100, lambda: desk.claimer.hint("emails")) for n in range(1, 45)])
+    assert len(desk.times) == 1
+
+
+def test_a_hint_during_a_claim_that_fails_does_not_shorten_its_pause(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.api.latency_s = 0.2
+    desk.api.script("claim", FORBIDDEN)
+    desk.run(10.0, (0.1, lambda: desk.claimer.hint("emails")))
+    assert len(desk.times) == 1
+
+
+def test_after_a_success_hints_count_again(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.api.script("claim", DOWN, NONE)
+    desk.run(1.7, (1.2, lambda: desk.claimer.hint("emails")))
+    assert len(desk.times) >= 3
+    assert any(1.2 <= at <= 1.21 for at in desk.times)
+
+
+def test_a_hint_does_not_open_a_closed_gate(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.run(4.0, (0.1, lambda: desk.gate.note(3.0, clock())), (0.5, lambda: desk.claimer.hint("emails")))
+    assert desk.times[1] >= 3.1
+
+
+# --- while the event stream is up -------------------------------------------------------------------------------------
+
+
+def gaps_of(desk: Desk) -> list[float]:
+    return [b - a for a, b in zip(desk.times, desk.times[1:], strict=False)]
+
+
+def test_a_queue_that_is_empty_for_long_is_asked_less_and_less_often_while_the_stream_is_up(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.claimer.on_stream(True)
+    desk.run(400.0)
+    early = [gap for at, gap in zip(desk.times, gaps_of(desk), strict=False) if at < IDLE_AFTER_S - 2]
+    assert all(gap <= 1.1 + 1e-6 for gap in early), "for a while nothing changes"
+    assert gaps_of(desk)[-1] >= IDLE_CAP_S * 0.9 - 1e-6
+    assert all(gap <= IDLE_CAP_S * 1.1 + 1e-6 for gap in gaps_of(desk))
+
+
+def test_without_the_stream_it_is_polled_as_ever(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.run(400.0)
+    assert all(gap <= 1.1 + 1e-6 for gap in gaps_of(desk))
+
+
+def test_a_poll_interval_above_the_cap_is_never_shortened(clock: FakeClock) -> None:
+    desk = Desk(clock, poll_interval_s=45.0)
+    desk.claimer.on_stream(True)
+    desk.run(600.0)
+    assert all(gap >= 45.0 * 0.9 * 0.9 - 1e-6 for gap in gaps_of(desk)[1:])
+
+
+def test_a_hint_ends_the_long_pauses(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.claimer.on_stream(True)
+    desk.run(330.0, (300.0, lambda: desk.claimer.hint("emails")))
+    after = [at for at in desk.times if at >= 300.0]
+    assert after[0] <= 300.0 + HINT_SPREAD_S + 1e-6
+    assert len(after) > 20
+
+
+def test_a_job_ends_the_long_pauses(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.claimer.on_stream(True)
+    found: list[float] = []
+
+    def answer(queue_name: str, **_: Any) -> Claim:
+        if clock() - desk.begun > 300.0 and not found:
+            found.append(clock() - desk.begun)
+            return jobs(1)
+        return NONE
+
+    desk.api.script("claim", answer)
+    desk.run(360.0)
+    assert all(gap <= 1.1 + 1e-6 for gap in [b - a for a, b in itertools.pairwise(desk.times) if a >= found[0]])
+
+
+def test_a_stream_that_breaks_is_followed_by_a_poll_at_once_and_the_usual_pauses(clock: FakeClock) -> None:
+    desk = Desk(clock)
+    desk.claimer.on_stream(True)
+    desk.run(330.0, (300.0, lambda: desk.claimer.on_stream(False)))
+    after = [at for at in desk.times if at >= 300.0]
+    assert after[0] <= 300.0 + HINT_SPREAD_S + 1e-6
+    assert all(b - a <= 1.1 + 1e-6 for a, b in itertools.pairwise(after))
+
+
+def test_a_stream_that_comes_up_is_followed_by_one_poll_at_once(clock: FakeClock) -> None:
+    """A job that arrived between the last poll and the stream gave no event that was heard."""
+    desk = Desk(clock, poll_interval_s=20.0)
+    desk.run(15.0, (10.0, lambda: desk.claimer.on_stream(True)), (12.0, lambda: desk.claimer.on_stream(True)))
+    assert desk.times == pytest.approx([0.0, 10.0], abs=0.01)
+
+
+# --- queues that come and go ------------------------------------------------------------------------------------------
+
+
+def test_new_queues_are_asked_at_once_and_old_ones_no_more(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("old"), QueueConfig("kept"))
+    desk.run(5.0, (2.5, lambda: desk.claimer.set_queues([QueueConfig("kept"), QueueConfig("new")])))
+    by_name = {
+        name: [at for at, (n, _) in zip(desk.times, desk.asked, strict=True) if n == name] for name in desk.names
+    }
+    assert by_name["new"][0] == pytest.approx(2.5)
+    assert max(by_name["old"]) < 2.5
+    assert max(by_name["kept"]) > 2.5
+
+
+def test_what_is_known_of_a_queue_that_stays_is_kept(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("kept"), QueueConfig("old"))
+    kept = desk.claimer.queues["kept"]
+    desk.claimer.set_queues([QueueConfig("new"), QueueConfig("kept")])
+    assert desk.claimer.queues["kept"] is kept
+    assert list(desk.claimer.queues) == ["new", "kept"]
+
+
+def test_a_pause_of_a_queue_that_stays_goes_on(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("kept"))
+    desk.api.script("claim", FORBIDDEN)
+    desk.run(5.0, (1.0, lambda: desk.claimer.set_queues([QueueConfig("kept")])))
+    assert len(desk.times) == 1
+
+
+def test_a_claim_in_flight_for_a_queue_that_is_gone_is_still_handed_on(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("old"), idle=2)
+    desk.api.latency_s = 0.5
+    desk.api.script("claim", jobs(1, "old"), NONE)
+    desk.run(2.0, (0.1, lambda: desk.claimer.set_queues([QueueConfig("new")])))
+    assert len(desk.claimed[0][1].jobs) == 1
+
+
+def test_places_of_a_claim_in_flight_stay_reserved_when_its_queue_goes(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("old"), idle=2)
+    desk.api.latency_s = 0.5
+    desk.run(0.4, (0.1, lambda: desk.claimer.set_queues([QueueConfig("new")])))
+    assert desk.asked == [("old", 2)], "both places may be taken by its answer"
 
 
 # --- the breaker ------------------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ GIVEN: list[tuple[str, str, str, str, Any]] = [
     ("--procs", "auto", 'procs = "auto"', "pool.procs", min(cpus_available(), 1000)),
     ("--api-url", "http://[::1]:80/x//", 'api_url = "http://[::1]:80/x//"', "api.url", "http://[::1]:80/x"),
     ("--transport", "rest", 'transport = "rest"', "api.transport", "rest"),
+    ("--transport", "grpc-stream", 'transport = "grpc-stream"', "api.transport", "grpc-stream"),
+    ("--transport", "grpc-process", 'transport = "grpc-process"', "api.transport", "grpc-process"),
     ("--grpc-address", "localhost:50051", 'grpc_address = "localhost:50051"', "api.grpc_address", "localhost:50051"),
     ("--worker-id", "W.1-x_", 'worker_id = "W.1-x_"', "worker.worker_id", "W.1-x_"),
     ("--hostname", "box-1.lan", 'hostname = "box-1.lan"', "worker.hostname", "box-1.lan"),
@@ -102,6 +104,12 @@ GIVEN: list[tuple[str, str, str, str, Any]] = [
     ("--max-child-memory", "1.5GiB", 'max_child_memory = "1.5GiB"', "pool.max_child_memory_bytes", 3 * 2**29),
     ("--child-nice", "0", "child_nice = 0", "pool.child_nice", 0),
     ("--strict-preload", "yes", "strict_preload = true", "pool.strict_preload", True),
+    ("--leftovers", "keep", 'leftovers = "keep"', "pool.leftovers", "keep"),
+    ("--child-memory-limit", "2G", 'child_memory_limit = "2G"', "pool.child_memory_limit_bytes", 2**31),
+    ("--pin-cpus", "yes", "pin_cpus = true", "pool.pin_cpus", True),
+    ("--no-events", "yes", "no_events = true", "claims.listens_to_events", False),
+    ("--max-load", "3.5", "max_load = 3.5", "claims.max_load", 3.5),
+    ("--max-memory-pressure", "20", "max_memory_pressure = 20", "claims.max_memory_pressure", 20.0),
     ("--shutdown-timeout", "0", "shutdown_timeout = 0", "shutdown_timeout_s", 0.0),
     ("--state-dir", "/s", 'state_dir = "/s"', "state_dir", Path("/s")),
     ("--http-listen", "[::1]:0", 'http_listen = "[::1]:0"', "http_listen", ("::1", 0)),
@@ -168,6 +176,30 @@ def test_defaults() -> None:
     assert found.control_socket == found.state_dir / "control.sock"
     assert found.log == config.LogConfig("info", "json")
     assert found.config_file is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_used"),
+    [
+        ((), False),
+        (("--transport", "rest"), False),
+        (("--transport", "rest", "--grpc-address", "h:1"), True),
+        (("--grpc-address", "h:1"), True),
+        (("--transport", "grpc-stream"), True),
+        (("--transport", "grpc-process"), True),
+    ],
+)
+def test_grpc_is_used_where_it_is_the_transport_or_has_an_address(argv: tuple[str, ...], is_used: bool) -> None:
+    assert loaded(*argv).api.uses_grpc is is_used
+
+
+def test_grpc_without_its_packages_is_refused_with_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    assert problem("--transport", "grpc-stream") == (
+        "--transport: gRPC is not installed; pip install 'spooled-supervisor[grpc]'"
+    )
+    assert "pip install" in problem("--grpc-address", "h:1")
+    assert not loaded("--transport", "rest").api.uses_grpc
 
 
 def test_strict_preload_is_a_flag_that_needs_no_value_and_takes_one() -> None:
@@ -246,7 +278,6 @@ BAD: list[tuple[str, list[str], str]] = [
     ("--api-key-file", [""], "a path"),
     ("--ca-file", [""], "a path"),
     ("--transport", ["http", "REST", ""], "rest, grpc-stream or grpc-process"),
-    ("--transport", ["grpc-stream", "grpc-process"], "needs the grpc transport, which this version does not have"),
     ("--grpc-address", ["h", "h:0", "h:65536", ":1", "::1:50051", "http://h:1", ""], "HOST:PORT"),
     ("--worker-id", ["", "a b", "x" * 129, "é"], "1 to 128"),
     ("--hostname", ["", ".a", "a.", "a-", "a b", "x" * 256, "ü"], "1 to 255"),
@@ -322,7 +353,7 @@ BAD_LINES = [
     ("hostname = 7", "hostname: 7 must be 1 to 255"),
     ("worker_version = 1.2", "worker_version: 1.2 must be 1 to 50"),
     ("strict_preload = 1", "strict_preload: 1 must be yes or no"),
-    ("transport = 'grpc-stream'", "transport: 'grpc-stream' needs the grpc transport"),
+    ("transport = 'grpc'", "transport: 'grpc' must be rest, grpc-stream or grpc-process"),
     ("state_dir = ''", "state_dir: '' must be a path"),
     ('state_dir = "a\\u0000"', "must be a path"),
     ("state_dir = 7", "state_dir: 7 must be a path"),

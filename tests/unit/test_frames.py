@@ -43,14 +43,17 @@ GOLDEN: list[tuple[ToChild | FromChild, str]] = [
         frames.Answer(7, error="E: x", retryable=False, aborted="timeout", leaving="aborted", left_behind=["sh"]),
         "2700000099 07 07 c0 a4453a2078 c2 a774696d656f7574 a761626f72746564 cb0000000000000000 91a27368",
     ),
+    (frames.Metrics(b"{}"), "06000000 92 08 c402 7b7d"),
+    (frames.Leaving(), "02000000 91 09"),
 ]
 GOLDEN_PACKETS: list[tuple[ToForkServer | FromForkServer, str]] = [
     (
-        frames.Preload(1, "app:app", ["emails"], False, 5, True, "info"),
-        "98 01 01 a76170703a617070 91a6656d61696c73 c2 05 c3 a4696e666f",
+        frames.Preload(1, "app:app", ["emails"], False, 5, True, False, "info"),
+        "9c 01 01 a76170703a617070 91a6656d61696c73 c2 05 c3 c2 a4696e666f a67369676e616c 90 a0",
     ),
     (frames.Fork(9, 3), "93 02 09 03"),
     (frames.Forget(4711), "92 03 cd1267"),
+    (frames.Retire(), "91 04"),
     (frames.Preloaded(["emails"], ["pool-1"]), "93 01 91a6656d61696c73 91a6706f6f6c2d31"),
     (frames.PreloadFailed("no app"), "92 02 a66e6f20617070"),
     (frames.Forked(9, 4711), "93 03 09 cd1267"),

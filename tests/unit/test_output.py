@@ -12,17 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spooled_supervisor import output, timing
+from spooled_supervisor import rates, timing
 from spooled_supervisor.output import (
     FLOOD_BYTES,
     FLOOD_PAUSE_S,
-    LINES_BURST,
-    LINES_PER_S,
     MAX_LINE,
     TAIL_BYTES,
-    LineRate,
     OutputPipe,
 )
+from spooled_supervisor.rates import LINES_BURST, LINES_PER_S, LineRate
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
 
 
@@ -146,7 +144,7 @@ def test_the_tail_is_bounded_and_keeps_the_end() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    return fake_time(monkeypatch, output)
+    return fake_time(monkeypatch, rates)
 
 
 def test_a_burst_of_lines_is_allowed_and_then_so_many_per_second() -> None:

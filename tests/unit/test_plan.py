@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 
 from spooled_supervisor.childlink import ChildLink, Run
 from spooled_supervisor.lifecycle import CHILD, ChildState
-from spooled_supervisor.plan import ISOLATION, Action, Give, Kill, Retire, Slot, Start, TimeOut, next_deadline, plan
+from spooled_supervisor.plan import (
+    ISOLATION,
+    RENEWED_AT_ONCE,
+    Action,
+    Give,
+    Kill,
+    Retire,
+    Slot,
+    Start,
+    TimeOut,
+    next_deadline,
+    plan,
+)
 from tests.support.fakes import make_child, make_job, make_run
 
 INF = float("inf")
@@ -181,6 +193,129 @@ def test_a_slot_has_an_idle_child_only_while_that_child_is_idle() -> None:
     assert Slot(0).idle_child is None
 
 
+# --- successors -------------------------------------------------------------------------------------------------------
+
+
+def renewed(*slots: Slot) -> list[Slot]:
+    """All of these are to have a successor."""
+    for slot in slots:
+        slot.renew_reason = "reload"
+    return list(slots)
+
+
+def test_an_idle_child_that_is_to_be_replaced_gets_a_successor_beside_it() -> None:
+    (slot,) = renewed(*slots_of(make_child(0)))
+    assert planned(slots=[slot], may_start=True) == [Start(slot)]
+    assert slot.idle_child is not None, "which serves until the other is ready"
+
+
+def test_a_child_that_nobody_wants_to_replace_gets_none() -> None:
+    assert planned(slots=slots_of(make_child(0)), may_start=True) == []
+
+
+@pytest.mark.parametrize("state", [ChildState.STARTING, ChildState.BUSY, ChildState.ABORTING])
+def test_a_child_that_could_not_leave_gets_none_yet(state: ChildState) -> None:
+    slots = renewed(*slots_of(make_child(0, state, run=make_run())))
+    assert planned(slots=slots, may_start=True) == []
+
+
+def test_a_busy_one_does_not_keep_the_idle_ones_from_theirs() -> None:
+    slots = renewed(*slots_of(a_busy(0), make_child(1)))
+    assert planned(slots=slots, may_start=True) == [Start(slots[1])]
+
+
+@pytest.mark.parametrize(("procs", "at_once"), [(1, 1), (2, 1), (3, 1), (4, 1), (7, 1), (8, 2), (16, 4), (19, 4)])
+def test_a_few_are_renewed_at_a_time(procs: int, at_once: int) -> None:
+    slots = renewed(*slots_of(*[make_child(n) for n in range(procs)]))
+    assert planned(slots=slots, may_start=True) == [Start(slot) for slot in slots[:at_once]]
+
+
+@pytest.mark.parametrize("boots", [False, True], ids=["being forked", "booting"])
+def test_the_next_one_waits_for_a_successor_that_is_on_its_way(boots: bool) -> None:
+    slots = renewed(*slots_of(make_child(0), make_child(1)))
+    if boots:
+        slots[0].successor = make_child(0, ChildState.STARTING)
+    else:
+        slots[0].is_forking = True
+    assert planned(slots=slots, may_start=True) == []
+    slots[0] = Slot(0, make_child(0))
+    assert planned(slots=slots, may_start=True) == [Start(slots[1])]
+
+
+def test_an_empty_slot_is_filled_however_many_successors_are_on_their_way() -> None:
+    one, two, *_ = slots = [*renewed(*slots_of(make_child(0), make_child(1))), Slot(2), Slot(3, make_child(3))]
+    one.successor = make_child(0, ChildState.STARTING)
+    assert planned(slots=slots, may_start=True) == [Start(slots[2])]
+    assert two.renew_reason, "it is still to be replaced"
+
+
+def test_a_slot_whose_child_died_is_not_filled_beside_its_successor() -> None:
+    slot = Slot(0, successor=make_child(0, ChildState.STARTING), renew_reason="reload")
+    assert planned(slots=[slot], may_start=True) == []
+
+
+def test_a_successor_that_failed_is_tried_again_after_the_back_off_and_the_old_child_serves_on() -> None:
+    (slot,) = renewed(*slots_of(make_child(0)))
+    slot.not_before = 105.0
+    (run,) = runs_of("a")
+    assert planned(100.0, slots=[slot], waiting=[run], may_start=True) == [Give(slot.child, run)]  # type: ignore[arg-type]
+    assert planned(105.0, slots=[slot], may_start=True) == [Start(slot)]
+    assert next_deadline(100.0, slots=[slot], children=[], may_start=True) == 105.0
+
+
+def test_a_slot_whose_successor_is_put_off_does_not_hold_up_the_others() -> None:
+    slots = renewed(*slots_of(make_child(0), make_child(1)))
+    slots[0].not_before = 105.0
+    assert planned(100.0, slots=slots, may_start=True) == [Start(slots[1])]
+
+
+def test_no_successor_is_started_while_nothing_may_be() -> None:
+    assert planned(slots=renewed(*slots_of(make_child(0))), may_start=False) == []
+
+
+def test_a_child_with_a_successor_on_its_way_is_still_given_work() -> None:
+    (slot,) = renewed(*slots_of(make_child(0)))
+    slot.successor = make_child(0, ChildState.IDLE)
+    (run,) = runs_of("a")
+    assert planned(slots=[slot], waiting=[run], may_start=True) == [Give(slot.child, run)]  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([ChildState.IDLE, ChildState.BUSY, ChildState.STARTING, None]),
+            st.booleans(),
+            st.sampled_from(["", "forking", "booting"]),
+            st.sampled_from([0.0, 200.0]),
+        ),
+        max_size=20,
+    )
+)
+def test_whatever_is_renewed_there_are_never_more_starts_than_places_and_a_few(
+    drawn: list[tuple[ChildState | None, bool, str, float]],
+) -> None:
+    slots = []
+    for index, (state, is_renewed, successor, not_before) in enumerate(drawn):
+        child = None if state is None else make_child(index, state, run=make_run())
+        slot = Slot(index, child, not_before=not_before, renew_reason="reload" if is_renewed else None)
+        slot.is_forking = successor == "forking"
+        if successor == "booting" and is_renewed:
+            slot.successor = make_child(index, ChildState.STARTING)
+        slots.append(slot)
+    started = [action.slot for action in planned(slots=slots, may_start=True) if isinstance(action, Start)]
+    assert len({slot.index for slot in started}) == len(started)
+    for slot in started:
+        assert not slot.is_forking
+        assert slot.successor is None
+        assert slot.not_before <= 100.0
+        assert slot.child is None or slot.renew_reason
+    empty = [s for s in slots if s.child is None and not s.successor and not s.is_forking and not s.not_before]
+    assert [slot for slot in started if slot.child is None] == empty, "every empty place is filled"
+    on_their_way = sum(bool(s.renew_reason and (s.is_forking or s.successor)) for s in slots)
+    succeeded = sum(slot.child is not None for slot in started)
+    assert succeeded == 0 or succeeded + on_their_way <= max(1, len(slots) // RENEWED_AT_ONCE)
+
+
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +384,7 @@ def test_the_overdue_come_before_starts_and_gifts() -> None:
 def test_the_next_deadline_is_the_earliest_of_children_and_empty_slots() -> None:
     children = [make_child(0), make_child(1, ChildState.STARTING, deadline=30.0), a_busy(2, deadline=20.0)]
     slots = [Slot(0, children[0]), Slot(3, not_before=10.0), Slot(4, not_before=5.0, is_forking=True)]
-    assert next_deadline(slots=slots, children=children, may_start=True) == 10.0
-    assert next_deadline(slots=slots, children=children, may_start=False) == 20.0
-    assert next_deadline(slots=[Slot(0, children[0])], children=children[:1], may_start=True) == INF
+    assert next_deadline(0.0, slots=slots, children=children, may_start=True) == 5.0
+    assert next_deadline(7.0, slots=slots, children=children, may_start=True) == 10.0
+    assert next_deadline(0.0, slots=slots, children=children, may_start=False) == 20.0
+    assert next_deadline(0.0, slots=[Slot(0, children[0])], children=children[:1], may_start=True) == INF

@@ -236,9 +236,9 @@ class FailingKey:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (FailingItems(a=1), "Angry: its text cannot be made"),
-        ([FailingIterator([1])], "OSError: not today"),
-        ({FailingKey(): 1}, "Angry: its text cannot be made"),
+        (FailingItems(a=1), "result cannot be encoded: Angry: its text cannot be made"),
+        ([FailingIterator([1])], "result cannot be encoded: OSError: not today"),
+        ({FailingKey(): 1}, "result cannot be encoded: Angry: its text cannot be made"),
     ],
 )
 def test_whatever_a_subclass_raises_is_no_json(value: Any, message: str) -> None:

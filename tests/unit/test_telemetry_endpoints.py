@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -23,7 +26,15 @@ from spooled_supervisor.telemetry import logs
 from spooled_supervisor.telemetry.endpoints import MAX_CONNECTIONS, Endpoints, health_status
 from spooled_supervisor.telemetry.exchange import Request, Response
 from spooled_supervisor.telemetry.metrics import Metrics
-from spooled_supervisor.telemetry.snapshot import CHILD_STATES, ChildSnapshot, QueueSnapshot, Snapshot
+from spooled_supervisor.telemetry.page import PAGE
+from spooled_supervisor.telemetry.snapshot import (
+    CHILD_STATES,
+    ChildSnapshot,
+    FailureSnapshot,
+    LeaseSnapshot,
+    QueueSnapshot,
+    Snapshot,
+)
 
 CHILD = ChildSnapshot(
     slot=0,
@@ -229,7 +240,91 @@ def test_the_status_is_the_whole_snapshot_whatever_a_child_wrote_into_it() -> No
     run(main())
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics/", "/nothing", "/../etc/passwd", "/Health", "/%6detrics"])
+def test_what_the_status_grew_later_has_a_value_where_nobody_gave_one() -> None:
+    """Who makes a snapshot need not know the page's fields, and who reads one finds them all."""
+
+    async def main() -> None:
+        async with a_site() as site:
+            _, document = await site.document("/status.json")
+            queue = document["queues"][0]
+            assert (queue["done"], queue["failed"], queue["rate_per_min"], queue["breaker"]) == (0, 0, 0.0, "closed")
+            assert (document["failures"], document["throughput"], document["leases"]) == ([], [], [])
+            site.now = dataclasses.replace(
+                RUNNING,
+                throughput=((1.7e9, 3, 1),),
+                failures=(FailureSnapshot("j", "q", "crashed", "x \udcff", "out", 1.7e9, 0, True, None),),
+                leases=(LeaseSnapshot("j", "q", "held", 25.0, 10.0),),
+            )
+            _, document = await site.document("/status.json")
+            assert document["throughput"] == [[1.7e9, 3, 1]]
+            assert document["failures"][0]["error"] == "x \\udcff"
+            assert document["leases"][0]["ends_in_s"] == 25.0
+
+    run(main())
+
+
+class Links(HTMLParser):
+    """What a page would load, run or style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+        self.attributes: list[str] = []
+        self.contents: dict[str, list[str]] = {"script": [], "style": []}
+        self._inside: str | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag if tag in self.contents else None
+        self.attributes += [name for name, _ in attrs]
+        self.urls += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+
+    def handle_data(self, data: str) -> None:
+        if self._inside is not None:
+            self.contents[self._inside].append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+
+def test_the_page_is_one_file_that_may_run_and_load_nothing_but_itself() -> None:
+    async def main() -> None:
+        async with a_site() as site:
+            status, headers, body = await site.ask("/")
+            assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+            links = Links()
+            links.feed(body.decode())
+            own = {"metrics", "health", "readyz", "status.json", "data:,"}
+            assert {url for url in links.urls if not url.startswith("#")} <= own
+            assert not [name for name in links.attributes if name.startswith("on") or name == "style"]
+            policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+            assert policy["default-src"] == "'none'"
+            for tag in ("script", "style"):
+                (content,) = links.contents[tag]
+                digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+                assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+            assert "unsafe" not in headers["Content-Security-Policy"]
+
+    run(main())
+
+
+def test_the_pages_script_never_makes_markup_of_text() -> None:
+    script = PAGE.read_text().partition("<script>")[2]
+    for sink in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function("):
+        assert sink not in script
+
+
+def test_the_page_is_the_same_whatever_happens_and_needs_no_snapshot() -> None:
+    async def main() -> None:
+        async with a_site() as site:
+            first = await site.ask("/")
+            site.now = None  # type: ignore[assignment]
+            assert (await site.ask("/"))[2] == first[2]
+            assert (await site.ask("/", "HEAD"))[1]["Content-Length"] == str(len(first[2]))
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/page.html", "/metrics/", "/nothing", "/../etc/passwd", "/Health", "/%6detrics"])
 def test_other_paths_are_not_found_and_the_answer_lists_those_that_are(path: str) -> None:
     async def main() -> None:
         async with a_site() as site:

@@ -175,6 +175,9 @@ def test_what_happened_is_counted(page: Page) -> None:
         some(happened.OutcomeDropped),
         some(happened.JobOutputDropped, lines=40),
         some(happened.LoopLagged, lag_s=2.0),
+        some(happened.Reloaded),
+        some(happened.ReloadFailed),
+        some(happened.ReloadFailed),
     )
     page.metrics.add_job_cpu("emails", 1.5)
     page.metrics.add_job_cpu("emails", -1.0)
@@ -196,6 +199,8 @@ def test_what_happened_is_counted(page: Page) -> None:
     assert page.ours("outcomes_dropped_total") == 1
     assert page.ours("job_output_dropped_total") == 40
     assert page.ours("loop_lag_seconds_sum") == 2
+    assert page.ours("reloads_total", result="ok") == 1
+    assert page.ours("reloads_total", result="failed") == 2
     assert page.ours("job_cpu_seconds_total", queue="emails") == 1.5
     assert page.ours("log_lines_dropped_total") == 7
 
@@ -204,7 +209,7 @@ def test_what_happened_is_counted(page: Page) -> None:
     ("reason", "counted_as"),
     [
         ("crash", "crash"),
-        ("recycled", "recycled"),
+        ("recycle", "recycle"),
         ("boot", "boot"),
         ("odd", "other"),
         ("scale", None),
@@ -375,6 +380,7 @@ PROMISED = """
     worker_jobs_processed worker_jobs_in_progress worker_job_processing_seconds children child_restarts child_kills
     child_boot_seconds lease_renewals leases_held leases_lost lease_renewal_lateness_seconds api_requests
     api_request_seconds claims claims_empty claimed_jobs job_wait_seconds outbox_depth outbox_age_seconds unsettled
+    reloads child_metrics_dropped
     heartbeat_age_seconds job_cpu_seconds orphans_killed log_lines_dropped loop_lag_seconds child_pss_bytes
     child_uss_bytes build phase
 """
@@ -452,7 +458,7 @@ if "imported before" in sys.argv:
 from spooled_supervisor.events import Events, JobCompleted
 from spooled_supervisor.telemetry.metrics import Metrics
 from spooled_supervisor.telemetry.snapshot import Snapshot
-snapshot = Snapshot("running", "w", 1.0, 1.0, True, False, (), (), (), (), 0, 0, 0, 0, 0.0, None, 1, 1)
+snapshot = Snapshot("running", "w", 1.0, 1.0, True, False, (), (), (), (), 0, 0, 0, 0, 0.0, True, None, 1, 1)
 events = Events()
 metrics = Metrics(events, lambda: snapshot)
 metrics.declare_queues(["q"])

@@ -1,0 +1,94 @@
+"""What a worker changes in the program that runs it, and puts back: subreaper, SIGCHLD, stop signals.
+
+Process-wide things, shared by all workers of the program. Signal handling can only be changed in the main thread
+(signal(7), Python's `signal`); a worker in another thread leaves it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from spooled_supervisor import kernel
+from spooled_supervisor.timing import now
+
+THREAD_ENDS_S = 0.05
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_lock = threading.Lock()
+_adopting = 0  # how many need the program to be a subreaper
+_was_subreaper = False
+
+
+def thread_count() -> int:
+    """Threads of this process, those of C libraries too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def has_one_thread() -> bool:
+    """Whether it may be forked. A thread that was joined exists for a moment longer: that is waited for."""
+    give_up_at = now() + THREAD_ENDS_S
+    while (count := thread_count()) > threading.active_count() == 1 and now() < give_up_at:
+        time.sleep(0.001)
+    return count == 1
+
+
+@contextlib.contextmanager
+def subreaper() -> Iterator[None]:
+    """Children of our fork server become children of this process. For any number of workers at once."""
+    global _adopting, _was_subreaper
+    with _lock:
+        if _adopting == 0:
+            _was_subreaper = kernel.is_child_subreaper()
+            kernel.set_child_subreaper(True)
+        _adopting += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _adopting -= 1
+            if _adopting == 0:
+                kernel.set_child_subreaper(_was_subreaper)
+
+
+@contextlib.contextmanager
+def waitable_children() -> Iterator[None]:
+    """An ignored SIGCHLD makes the kernel throw statuses away (wait(2)). A handler of the program's stays in place:
+    what it takes from us counts as unknown."""
+    is_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    if not is_ignored or not is_main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def stop_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """In the main thread TERM and INT call back in the loop, until the previous handlers are put back."""
+    if not is_main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    wakeup_fd = signal.set_wakeup_fd(-1)  # the loop takes it for itself
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
+        signal.set_wakeup_fd(wakeup_fd)
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

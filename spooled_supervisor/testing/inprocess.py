@@ -1,0 +1,118 @@
+"""Run a handler once in this process: quick, with its debugger, coverage and monkey patches. Nothing stops it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from spooled_supervisor.app import AbortSignal, App, JobContext
+from spooled_supervisor.errors import JobAborted
+from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
+from spooled_supervisor.results import NotJson, encode_result
+from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of
+from spooled_supervisor.wording import describe_error
+
+
+def run_handler(
+    app_or_function: App | Callable[..., Any],
+    payload: Any,
+    *,
+    queue_name: str | None = None,
+    retry_count: int = 0,
+    max_retries: int = 3,
+    timeout_s: float = 300,
+    job_id: str = "test-job",
+    signal: AbortSignal | None = None,
+) -> HandlerRun:
+    """Call the handler with this payload, as a child would: JSON on both ways, the app's child hooks around it.
+
+    `queue_name` says which handler of an app, if it has several. `timeout_s` is only what `ctx.timeout_s` says. An
+    `AbortSignal` of yours can be aborted before or meanwhile. Standard `logging` and output go where they always go.
+    KeyboardInterrupt and what a hook raises are passed on.
+    """
+    app, handler = app_of(app_or_function, queue_name, "signal")
+    reporter = _Recorder()
+    context = JobContext(
+        job_id=job_id,
+        queue_name=handler.queue_name,
+        payload=json.loads(encode_result(payload)),
+        retry_count=retry_count,
+        max_retries=max_retries,
+        timeout_s=timeout_s,
+        signal=signal or AbortSignal(),
+        reporter=reporter,
+    )
+    with _Caller() as caller:
+        for hook in app.child_start_hooks:
+            caller.call(hook)
+        try:
+            outcome = _succeeded(caller.call(handler.function, context))
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            outcome = _failed(error)
+        for hook in app.child_stop_hooks:
+            caller.call(hook)
+    context.signal.close()
+    return HandlerRun(*outcome, logs=tuple(reporter.logs), progress=tuple(reporter.reports))
+
+
+Ending = tuple[str, Any, str | None, bool]
+"""outcome, result, error, retryable"""
+
+
+def _succeeded(value: Any) -> Ending:
+    try:
+        result = encode_result(value)
+    except NotJson as problem:
+        return "failed", None, clip_error(f"the result is not JSON: {problem}"), True
+    if len(result) > MAX_RESULT_BYTES:
+        return "failed", None, f"the result is too large: {len(result)} bytes, {MAX_RESULT_BYTES} are allowed", True
+    return "succeeded", json.loads(result), None, True
+
+
+def _failed(error: BaseException) -> Ending:
+    if isinstance(error, JobAborted):
+        return "aborted", None, clip_error(f"aborted: {error.reason}"), True
+    return "failed", None, clip_error(describe_error(error)), getattr(error, "retryable", True) is not False
+
+
+class _Recorder:
+    """`app.Reporter` of a test."""
+
+    def __init__(self) -> None:
+        self.logs: list[LogLine] = []
+        self.reports: list[ProgressReport] = []
+
+    def progress(self, percent: float, message: str | None) -> None:
+        self.reports.append(ProgressReport(percent, message))
+
+    def log(self, level: str, message: str, meta: dict[str, Any]) -> None:
+        self.logs.append(LogLine(level, message, meta, "log"))
+
+
+class _Caller:
+    """Calls what may be async, all of it in one event loop, which is made only if there is something async."""
+
+    def __init__(self) -> None:
+        self._runner: Any = None
+
+    def __enter__(self) -> _Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        result = function(*arguments)
+        return self._run(result) if inspect.iscoroutine(result) else result
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._runner is None:
+            import asyncio
+
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)

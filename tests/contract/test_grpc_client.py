@@ -1,0 +1,510 @@
+"""The gRPC clients against the embedded server: unary calls, the job stream, ProcessJobs, and REST beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import pytest
+
+from spooled_supervisor import timing
+from spooled_supervisor.api.grpc import GrpcApi, host_of
+from spooled_supervisor.api.grpc_process import GrpcProcessApi
+from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.transports import FINAL_TRIES, BothApi
+from spooled_supervisor.api.values import NotCarried, Settled
+from spooled_supervisor.errors import ApiUnavailable, ConfigError, CredentialsRefused, LeaseLost, ProtocolError
+from spooled_supervisor.events import ApiRequestFinished, Events
+from spooled_supervisor.job import Job
+from spooled_supervisor.proto import spooled_pb2 as pb
+from tests.support.devserver import DevServer, Producer, dev_server
+
+T = TypeVar("T")
+LIMIT_S = 10.0
+LEASE_S = 30
+KEY = "sp_test_0123456789"
+KINDS = {"unary": GrpcApi, "process": GrpcProcessApi}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[DevServer]:
+    with dev_server(
+        grpc_port=0,
+        min_lease_s=1,
+        lease_recovery_interval_s=0.05,
+        retry_base_s=0.01,
+        heartbeat_interval_s=7,
+        stream_poll_s=0.05,
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: DevServer) -> Iterator[DevServer]:
+    with Producer(running.url, running.api_key) as client:
+        yield dataclasses.replace(running, client=client)
+
+
+@pytest.fixture
+def queue_name(request: pytest.FixtureRequest) -> str:
+    return f"q{abs(hash(request.node.nodeid))}"
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> type[GrpcApi]:
+    return KINDS[request.param]
+
+
+def run(
+    server: DevServer, main: Callable[[Any], Coroutine[Any, Any, T]], kind: type[GrpcApi] = GrpcApi, **options: Any
+) -> T:
+    async def inside() -> T:
+        key = options.pop("api_key", server.api_key)
+        events = options.pop("events", Events())
+        address = options.pop("address", server.grpc_address)
+        async with kind(address=address, api_key=lambda: key, worker_id="w-1", events=events, **options) as api:
+            return await main(api)
+
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        return runner.run(inside())
+
+
+def by_both(
+    server: DevServer, main: Callable[[BothApi], Coroutine[Any, Any, T]], *, by_grpc: bool, address: str = ""
+) -> T:
+    async def inside() -> T:
+        common: dict[str, Any] = {"api_key": lambda: server.api_key, "worker_id": "w-1", "events": Events()}
+        rest = RestApi(base_url=server.url, **common)
+        async with BothApi(rest, GrpcApi(address=address or server.grpc_address, **common), by_grpc=by_grpc) as api:
+            return await main(api)
+
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        return runner.run(inside())
+
+
+async def claimed(api: Any, queue_name: str, limit: int = 1) -> tuple[Job, ...]:
+    claim = await api.claim(queue_name, limit=limit, lease_duration_s=LEASE_S, timeout_s=LIMIT_S)
+    return tuple(claim.jobs)
+
+
+def soon() -> float:
+    return timing.now() + LIMIT_S
+
+
+# --- unary calls and their like through the stream --------------------------------------------------------------------
+
+
+def test_a_job_is_claimed_renewed_and_completed(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
+    payload = {"n": 1, "x": 2.5, "list": [None, True, "text", {"deep": []}]}
+    job_id = server.client.create(queue_name, payload, max_retries=2, timeout_seconds=60)
+
+    async def main(api: GrpcApi) -> None:
+        before = timing.now()
+        (job,) = await claimed(api, queue_name, 5)
+        assert (job.id, job.queue_name, job.retry_count, job.max_retries, job.timeout_s) == (
+            job_id,
+            queue_name,
+            0,
+            2,
+            60,
+        )
+        assert (job.lease_duration_s, before <= job.requested_at <= timing.now()) == (LEASE_S, True)
+        assert json.loads(job.payload) == payload
+        started_at = await api.renew(job, deadline=soon())
+        assert job.requested_at <= started_at <= timing.now()
+        settled = await api.complete(job, b'{"sum":3}', tries_before=0, deadline=soon())
+        assert settled == Settled(already=False)
+        again = await api.complete(job, b'{"sum":3}', tries_before=1, deadline=soon())
+        assert again == Settled(already=True)
+
+    run(server, main, kind)
+    assert server.client.job(job_id)["result"] == {"sum": 3}
+
+
+def test_several_jobs_are_claimed_and_none_more_than_there_are(
+    server: DevServer, kind: type[GrpcApi], queue_name: str
+) -> None:
+    ids = set(server.client.bulk(queue_name, [{"n": n} for n in range(3)]))
+
+    async def main(api: GrpcApi) -> tuple[set[str], tuple[Job, ...]]:
+        first = await claimed(api, queue_name, 2)
+        rest = await claimed(api, queue_name, 5)
+        return {job.id for job in (*first, *rest)}, await claimed(api, queue_name, 5)
+
+    assert run(server, main, kind) == (ids, ())
+
+
+@pytest.mark.parametrize(("is_final", "status"), [(True, "deadletter"), (False, "pending")])
+def test_a_failure_says_whether_it_is_final(
+    server: DevServer, kind: type[GrpcApi], queue_name: str, is_final: bool, status: str
+) -> None:
+    job_id = server.client.create(queue_name, {}, max_retries=3)
+
+    async def main(api: GrpcApi) -> Settled:
+        (job,) = await claimed(api, queue_name)
+        return await api.fail(job, "boom", retryable=not is_final, tries_before=0, deadline=soon())
+
+    assert run(server, main, kind) == Settled(already=False, will_retry=not is_final)
+    assert server.client.job(job_id)["status"] == status
+
+
+def test_a_repeated_failure_that_had_landed_is_told_so(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
+    server.client.create(queue_name, {}, max_retries=0)
+
+    async def main(api: GrpcApi) -> Settled:
+        (job,) = await claimed(api, queue_name)
+        await api.fail(job, "boom", retryable=True, tries_before=0, deadline=soon())
+        return await api.fail(job, "boom", retryable=True, tries_before=1, deadline=soon())
+
+    assert run(server, main, kind).already
+
+
+def test_a_lease_that_is_over_is_lost(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
+    server.client.create(queue_name, {})
+
+    async def main(api: GrpcApi) -> None:
+        claim = await api.claim(queue_name, limit=1, lease_duration_s=1, timeout_s=LIMIT_S)
+        (job,) = claim.jobs
+        await asyncio.sleep(1.2)
+        with pytest.raises(LeaseLost):
+            await api.renew(job, deadline=soon())
+        with pytest.raises(LeaseLost):
+            await api.complete(job, b"{}", tries_before=0, deadline=soon())
+        with pytest.raises(LeaseLost):
+            await api.fail(job, "late", retryable=True, tries_before=0, deadline=soon())
+
+    run(server, main, kind)
+
+
+@pytest.mark.parametrize("result", [b"null", b"[1]", b'"text"', b'{"n":9007199254740993}'])
+def test_a_result_that_grpc_cannot_carry_is_not_sent(server: DevServer, queue_name: str, result: bytes) -> None:
+    job_id = server.client.create(queue_name, {})
+
+    async def main(api: GrpcApi) -> None:
+        (job,) = await claimed(api, queue_name)
+        with pytest.raises(NotCarried):
+            await api.complete(job, result, tries_before=0, deadline=soon())
+        with pytest.raises(ProtocolError):
+            await api.complete(job, b"{", tries_before=0, deadline=soon())
+
+    run(server, main)
+    assert server.client.job(job_id)["status"] == "processing"
+
+
+def test_a_wrong_key_is_a_matter_of_credentials(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
+    with pytest.raises(CredentialsRefused, match="gRPC UNAUTHENTICATED"):
+        run(server, lambda api: claimed(api, queue_name), kind, api_key="sp_test_wrong_0123456789")
+
+
+def test_a_server_that_is_not_there_is_unavailable(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
+    with pytest.raises(ApiUnavailable):
+        run(server, lambda api: claimed(api, queue_name), kind, address="127.0.0.1:9")
+
+
+def test_a_deadline_that_has_passed_sends_nothing(server: DevServer, queue_name: str) -> None:
+    server.client.create(queue_name, {})
+
+    async def main(api: GrpcApi) -> None:
+        with pytest.raises(ApiUnavailable):
+            await api.claim(queue_name, limit=1, lease_duration_s=LEASE_S, timeout_s=-1.0)
+
+    run(server, main)
+    assert server.client.stats(queue_name)["pending"] == 1
+
+
+def test_another_host_than_this_machine_gets_tls(server: DevServer) -> None:
+    """The embedded server speaks plain text only: whoever greets it with TLS does not get through."""
+    port = server.grpc_address.rpartition(":")[2]
+    with pytest.raises(ApiUnavailable):
+        run(server, lambda api: claimed(api, "q"), address=f"127.0.0.2:{port}")
+
+
+def test_a_bad_ca_file_is_refused_at_once(server: DevServer, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="CA file"):
+        run(server, lambda api: claimed(api, "q"), address="example.org:443", ca_file=tmp_path / "none.pem")
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("localhost:1", "localhost"), ("[::1]:50051", "::1"), ("A.example:443", "a.example")]
+)
+def test_the_host_of_an_address(address: str, host: str) -> None:
+    assert host_of(address) == host
+
+
+def test_requests_are_counted_by_operation_and_nearest_status(server: DevServer, queue_name: str) -> None:
+    events, seen = Events(), []
+    events.subscribe(lambda event: seen.append((event.operation, event.status)), ApiRequestFinished)
+
+    async def main(api: GrpcApi) -> None:
+        await claimed(api, queue_name)
+        with pytest.raises(LeaseLost):
+            await api.renew(Job("x", queue_name, "l", b"", 0, 0, 1.0, 30.0, 0.0), deadline=soon())
+
+    run(server, main, events=events)
+    assert seen == [("claim", "200"), ("renew", "404")]
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+async def register(api: Any) -> Any:
+    return await api.register(
+        queue_names=["q", "another"],
+        hostname="a host!",
+        worker_type="python",
+        version="1.2.3",
+        max_concurrency=400,
+        metadata={"region": "eu"},
+        timeout_s=LIMIT_S,
+    )
+
+
+async def beat(api: Any, status: str = "healthy") -> Any:
+    return await api.heartbeat(
+        status=status,
+        current_jobs=2,
+        cpu_percent=41.26,
+        memory_percent=12.0,
+        metadata={"host": {"load": [1, 2]}},
+        timeout_s=LIMIT_S,
+    )
+
+
+def test_a_worker_registers_beats_drains_and_leaves(server: DevServer) -> None:
+    async def main(api: GrpcApi) -> None:
+        registration = await register(api)
+        assert (registration.worker_id, registration.heartbeat_interval_s) == ("w-1", 7.0)
+        first = await beat(api)
+        assert (first.known, first.should_drain) == (True, False)
+        seen = server.client.call("GET", "/workers/w-1")
+        assert (seen["current_jobs"], seen["hostname"], seen["max_concurrency"]) == (2, "a-host", 100)
+        assert seen["metadata"] == {"cpu_percent": "41.3", "memory_percent": "12.0", "host": '{"load":[1,2]}'}
+        assert (await beat(api, "draining")).should_drain
+        assert (await beat(api)).should_drain, "until the next registration"
+        await api.deregister(timeout_s=LIMIT_S)
+        assert server.client.call("GET", "/workers/w-1")["status"] == "offline"
+
+    run(server, main)
+
+
+def test_an_unknown_worker_is_an_answer(server: DevServer) -> None:
+    async def main(api: GrpcApi) -> None:
+        stranger = api.acting_as("w-nobody")
+        stranger._known_as = "w-nobody"
+        assert not (await beat(stranger)).known
+        await stranger.deregister(timeout_s=LIMIT_S)
+
+    run(server, main)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_jobs_as_they_come(server: DevServer, queue_name: str) -> None:
+    async def main(api: GrpcApi) -> list[str]:
+        seen = []
+        async with aclosing(_stream(api, queue_name)) as jobs:
+            ids = [server.client.create(queue_name, {"n": n}) for n in range(2)]
+            async for job in jobs:
+                seen.append(job.id)
+                await api.renew(job, deadline=soon())
+                await api.complete(job, b"{}", tries_before=0, deadline=soon())
+                if len(seen) == 2:
+                    break
+        assert seen == ids
+        return seen
+
+    assert all(server.client.job(job_id)["status"] == "completed" for job_id in run(server, main))
+
+
+def _stream(api: GrpcApi, queue_name: str) -> Any:
+    jobs: AsyncIterator[Job] = api.stream(queue_name, lease_duration_s=LEASE_S)
+    return jobs
+
+
+def test_a_stream_that_is_refused_or_broken_raises(server: DevServer, queue_name: str) -> None:
+    async def first(api: GrpcApi) -> None:
+        async for _ in api.stream(queue_name, lease_duration_s=LEASE_S):
+            break
+
+    with pytest.raises(CredentialsRefused):
+        run(server, first, api_key="sp_test_wrong_0123456789")
+    with pytest.raises(ApiUnavailable):
+        run(server, first, address="127.0.0.1:9")
+
+
+def test_a_stream_ends_with_the_server(queue_name: str) -> None:
+    with dev_server(grpc_port=0) as dying:
+
+        async def main(api: GrpcApi) -> None:
+            jobs = _stream(api, queue_name)
+            waiting = asyncio.ensure_future(anext(jobs))
+            await asyncio.sleep(0.2)
+            dying.kill()
+            with pytest.raises(ApiUnavailable):
+                await asyncio.wait_for(waiting, LIMIT_S)
+
+        run(dying, main)
+
+
+def test_the_process_stream_keeps_its_order_when_a_caller_goes_away(server: DevServer, queue_name: str) -> None:
+    ids = server.client.bulk(queue_name, [{"n": n} for n in range(3)])
+
+    async def main(api: GrpcProcessApi) -> None:
+        gone = asyncio.ensure_future(claimed(api, queue_name))
+        await asyncio.sleep(0)
+        gone.cancel()
+        jobs = [*await claimed(api, queue_name, 5)]
+        for job in jobs:
+            assert job.id in ids
+            await api.complete(job, b'{"id":"%b"}' % job.id.encode(), tries_before=0, deadline=soon())
+        for job in jobs:
+            assert server.client.job(job.id)["result"] == {"id": job.id}
+
+    run(server, main, GrpcProcessApi)
+
+
+def test_the_process_stream_is_opened_again_after_it_broke(queue_name: str, tmp_path: Any) -> None:
+    options: dict[str, Any] = {"db": tmp_path / "jobs.sqlite3", "grpc_port": 0}
+    with dev_server(**options) as first:
+        options["grpc_port"] = first.grpc_address.rpartition(":")[2]
+
+        async def main(api: GrpcProcessApi) -> None:
+            assert await claimed(api, queue_name) == ()
+            first.stop()
+            with pytest.raises(ApiUnavailable):
+                await claimed(api, queue_name)
+            with dev_server(**options) as second:
+                second.client.create(queue_name, {})
+                jobs: tuple[Job, ...] = ()
+                while not jobs:
+                    try:
+                        jobs = await claimed(api, queue_name)
+                    except ApiUnavailable:
+                        await asyncio.sleep(0.1)
+                await api.complete(jobs[0], b"{}", tries_before=0, deadline=soon())
+
+        run(first, main, GrpcProcessApi)
+
+
+# --- beside REST ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_grpc", [False, True])
+def test_a_final_failure_is_final_whatever_the_transport(server: DevServer, queue_name: str, by_grpc: bool) -> None:
+    job_id = server.client.create(queue_name, {}, max_retries=3)
+
+    async def main(api: BothApi) -> Settled:
+        (job,) = await claimed(api, queue_name)
+        return await api.fail(job, "never again", retryable=False, tries_before=0, deadline=soon())
+
+    assert by_both(server, main, by_grpc=by_grpc) == Settled(already=False, will_retry=False)
+    job = server.client.job(job_id)
+    assert (job["status"], job["last_error"]) == ("deadletter", "never again")
+
+
+def test_a_final_failure_goes_by_rest_when_grpc_stays_out_of_reach(server: DevServer, queue_name: str) -> None:
+    server.client.create(queue_name, {}, max_retries=3)
+
+    async def main(api: BothApi) -> Settled:
+        (job,) = await claimed(api, queue_name)
+        for tries in range(FINAL_TRIES):
+            with pytest.raises(ApiUnavailable):
+                await api.fail(job, "boom", retryable=False, tries_before=tries, deadline=soon())
+        return await api.fail(job, "boom", retryable=False, tries_before=FINAL_TRIES, deadline=soon())
+
+    assert by_both(server, main, by_grpc=False, address="127.0.0.1:9") == Settled(already=False, will_retry=True)
+
+
+def test_a_final_failure_goes_by_rest_when_the_grpc_server_is_another_one(server: DevServer, queue_name: str) -> None:
+    job_id = server.client.create(queue_name, {}, max_retries=3)
+
+    async def main(api: BothApi) -> Settled:
+        (job,) = await claimed(api, queue_name)
+        return await api.fail(job, "boom", retryable=False, tries_before=0, deadline=soon())
+
+    with dev_server(grpc_port=0) as another:
+        assert by_both(server, main, by_grpc=False, address=another.grpc_address).will_retry
+    assert server.client.job(job_id)["last_error"] == "boom"
+
+
+def test_a_result_that_grpc_cannot_carry_goes_by_rest(server: DevServer, queue_name: str) -> None:
+    job_id = server.client.create(queue_name, {})
+
+    async def main(api: BothApi) -> Settled:
+        (job,) = await claimed(api, queue_name)
+        return await api.complete(job, b"[1,2]", tries_before=0, deadline=soon())
+
+    assert by_both(server, main, by_grpc=True) == Settled(already=False)
+    assert server.client.job(job_id)["result"] == [1, 2]
+
+
+def test_an_earlier_life_is_reported_under_its_own_id(server: DevServer, queue_name: str) -> None:
+    server.client.create(queue_name, {})
+
+    async def main(api: BothApi) -> None:
+        (job,) = await claimed(api.acting_as("w-0"), queue_name)
+        with pytest.raises(LeaseLost):
+            await api.complete(job, b"{}", tries_before=0, deadline=soon())
+        await api.acting_as("w-0").complete(job, b"{}", tries_before=0, deadline=soon())
+
+    by_both(server, main, by_grpc=True)
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Certificate and key of 127.0.0.2, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl(1) to make a certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=stub"
+    extra = ["-addext", "subjectAltName=IP:127.0.0.2", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_tls_is_spoken_and_verified(certificate: tuple[Path, Path], is_trusted: bool) -> None:
+    cert, key = certificate
+    seen: list[str] = []
+
+    async def dequeue(request: pb.DequeueRequest, context: Any) -> pb.DequeueResponse:
+        seen.extend(str(value) for name, value in context.invocation_metadata() if name == "x-api-key")
+        return pb.DequeueResponse(jobs=[pb.Job(id="j", lease_id="l", queue_name=request.queue_name)])
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(
+            dequeue, pb.DequeueRequest.FromString, pb.DequeueResponse.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", {"Dequeue": handler})
+        server.add_generic_rpc_handlers((handlers,))
+        credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+        port = server.add_secure_port("127.0.0.2:0", credentials)
+        await server.start()
+        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
+        try:
+            async with GrpcApi(address=f"127.0.0.2:{port}", ca_file=cert if is_trusted else None, **settings) as api:
+                assert [job.id for job in await claimed(api, "q")] == ["j"]
+        finally:
+            await server.stop(0)
+
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        if is_trusted:
+            runner.run(main())
+        else:
+            with pytest.raises(ApiUnavailable):
+                runner.run(main())
+    assert seen == ([KEY] if is_trusted else []), "the key is shown to nobody else"

@@ -1,0 +1,55 @@
+"""MemoryMax= of the unit: the kernel kills a child, and that costs its job, which is told why, and nothing else.
+
+Where the machine's memory controller is bound to cgroup v1 the limit bites through v1, and systemd itself does not see
+the kill (it reads v2 only); elsewhere v2 is used, if the controller is handed down to where the tests run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.systemd.service import UNIT, Service
+
+IS_V1 = any("memory" in line.split(":")[1].split(",") for line in Path("/proc/self/cgroup").read_text().splitlines())
+FLAVOUR = "hybrid" if IS_V1 else "unified"
+LIMIT = 160 << 20
+
+
+def test_child_that_the_memory_limit_kills_costs_its_job_and_is_told_as_that(service: Service) -> None:
+    top = service.bed.root / "sys/fs/cgroup"
+    if not IS_V1 and "memory" not in (top / "cgroup.controllers").read_text().split():
+        pytest.skip("the memory controller is not handed down to the test bed: no MemoryMax=")
+    service.configure(f"MemoryMax={LIMIT}", "MemorySwapMax=0", procs=2)
+    service.start()
+    main = service.main_pid
+    beside = service.running("version", gate="go")
+    job = service.end(service.add("exhaust_memory"))
+    assert "killed by SIGKILL; the memory limit of the service was hit (oom_kill 0 -> 1)" in job["last_error"]
+    service.open_gate("go")
+    assert service.end(beside)["status"] == "completed"
+    assert service.result("ok")["retry_count"] == 0
+    assert service.show("MainPID", "NRestarts", "ActiveState") == {
+        "MainPID": str(main),
+        "NRestarts": "0",
+        "ActiveState": "active",
+    }
+    failure = service.wait_for_event("job_failed", job_id=job["id"])
+    assert int(failure["PRIORITY"]) <= 4
+
+
+def test_memory_share_in_heartbeats_is_one_of_the_units_limit(service: Service) -> None:
+    if not IS_V1 and "memory" not in (service.bed.root / "sys/fs/cgroup/cgroup.controllers").read_text().split():
+        pytest.skip("the memory controller is not handed down to the test bed: no MemoryMax=")
+    service.configure(f"MemoryMax={LIMIT}")
+    service.start()
+    service.wait_for_event("worker_registered")
+    beat = service.wait_for_event("heartbeat_sent")["line"]
+    assert 5.0 < beat["memory_percent"] <= 100.0, "tens of megabytes are a visible share of the limit"
+    assert service.shown("MemoryMax") == str(LIMIT), UNIT
+
+
+def test_systemd_and_the_daemon_agree_on_out_of_memory_kills_by_cgroup_v2() -> None:
+    reason = "the memory controller is bound to cgroup v1 here" if IS_V1 else "see the tests above, which ran on v2"
+    pytest.skip(f"Result=oom-kill, OOMPolicy= and memory.events need cgroup v2: {reason}")

@@ -1,0 +1,340 @@
+"""How many streams are open, and what becomes of what they bring: a scripted server, a pool of places, fake time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
+
+import pytest
+
+from spooled_supervisor import claiming, streaming
+from spooled_supervisor.api.gate import RateGate
+from spooled_supervisor.api.rest import RestApi
+from spooled_supervisor.api.values import Claim
+from spooled_supervisor.config import ClaimConfig, QueueConfig
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
+from spooled_supervisor.events import ApiTroubled, Events, JobLeaseLost, OutcomeSettled
+from spooled_supervisor.job import Job
+from spooled_supervisor.leases import LeaseBook
+from spooled_supervisor.pool import Pool
+from spooled_supervisor.streaming import Streamer
+from spooled_supervisor.troubles import Troubles
+from tests.support.clock import FakeClock, fake_time, run_in_fake_time
+from tests.support.fakes import FakeApi, FakePool, Recorded, Spawned, make_job, make_run
+
+DOWN = ApiUnavailable("gRPC UNAVAILABLE: connection refused")
+
+
+class Server:
+    """Streams: what is pushed goes to the one that waits longest. An error ends all that are open, or comes at once."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.is_connected = True
+        self.error: Exception | None = None
+        self.waiting: list[asyncio.Future[Job]] = []
+        self.opened: list[float] = []
+        self.open = 0
+
+    async def stream(self, queue_name: str, *, lease_duration_s: int) -> AsyncGenerator[Job, None]:
+        self.opened.append(self._clock())
+        if self.error is not None:
+            raise self.error
+        self.open += 1
+        try:
+            while True:
+                coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+                self.waiting.append(coming)
+                yield await coming
+        finally:
+            self.open -= 1
+
+    def push(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.waiting = [coming for coming in self.waiting if not coming.done()]
+            self.waiting.pop(0).set_result(job)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        for coming in self.waiting:
+            if not coming.done():
+                coming.set_exception(error)
+
+
+class Desk:
+    """A streamer with all that is around it."""
+
+    def __init__(self, clock: FakeClock, *queues: QueueConfig, idle: int = 2) -> None:
+        self.clock = clock
+        self.server = Server(clock)
+        self.api = FakeApi(clock)
+        self.api.script("renew", lambda job, deadline: clock())
+        self.api.script("claim", Claim())
+        self.pool = FakePool(idle=idle)
+        self.leases = LeaseBook(fraction=0.5, abort_grace_s=5.0)
+        self.may_claim = True
+        self.is_of_no_use = False  # what comes goes back at once
+        self.taken: list[tuple[float, Job]] = []
+        self.refusals: list[CredentialsRefused] = []
+        self.spawned = Spawned()
+        self.events = Events()
+        self.recorded = Recorded(self.events)
+        self.troubles = Troubles(self.events)
+        self.streamer = Streamer(
+            self.server,
+            self.leases,
+            cast(RestApi, self.api),
+            cast(Pool, self.pool),
+            queues or (QueueConfig("emails"),),
+            ClaimConfig(),
+            events=self.events,
+            troubles=self.troubles,
+            gate=RateGate(),
+            spawn=self.spawned,
+            may_claim=lambda: self.may_claim,
+            on_claim=self.take,
+            on_refused=self.refusals.append,
+        )
+
+    def take(self, claim: Claim, asked: int) -> int:
+        if self.is_of_no_use:
+            return 0
+        for job in claim.jobs:
+            self.taken.append((self.clock(), job))
+            assert self.leases.hold(job) is not None
+            self.pool.idle -= 1
+            self.pool.running[job.key] = make_run(1, job)
+        return len(claim.jobs)
+
+    def over(self, job_id: str) -> None:
+        """The run is over, its outcome on its way."""
+        key = next(key for key in self.pool.running if key[0] == job_id)
+        del self.pool.running[key]
+        self.pool.idle += 1
+        lease = self.leases.get(key)
+        assert lease is not None
+        self.leases.decided(lease)
+        self.streamer.wake()
+
+    def settled(self, job_id: str) -> None:
+        """The service has it."""
+        lease = next(lease for lease in self.leases if lease.job.id == job_id)
+        self.leases.settled(lease)
+        self.events.emit(OutcomeSettled(job_id, "emails", "completed", False, 1))
+
+    def run(self, seconds: float, *story: tuple[float, Callable[[], object]]) -> None:
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            for delay, happens in story:
+                loop.call_later(delay, happens)
+            running = loop.create_task(self.streamer.run())
+            await asyncio.sleep(seconds)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await self.streamer.finish()
+            await self.spawned.stop()
+
+        run_in_fake_time(self.clock, main())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return fake_time(monkeypatch, claiming, streaming)
+
+
+def looked(desk: Desk, seen: list[int]) -> Callable[[], None]:
+    return lambda: seen.append(desk.server.open)
+
+
+def job(n: int, **fields: Any) -> Job:
+    return make_job(id=f"j{n}", lease_id=f"l{n}", **fields)
+
+
+def test_there_is_a_stream_for_each_place(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=3), list[int]()
+    desk.run(5.0, (1.0, looked(desk, seen)), (4.0, looked(desk, seen)))
+    assert seen == [3, 3]
+    assert len(desk.server.opened) == 3
+    assert desk.server.open == 0, "all are closed in the end"
+
+
+def test_a_cap_bounds_the_streams(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, QueueConfig("emails", max_procs=1), idle=3), list[int]()
+    desk.run(2.0, (1.0, looked(desk, seen)))
+    assert seen == [1]
+
+
+def test_a_job_is_renewed_before_it_is_handed_over_and_counts_from_there(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.latency_s = 0.5
+    begun = clock()
+    desk.api.script("renew", lambda job, deadline: begun + 1.0)
+    desk.run(5.0, (1.0, lambda: desk.server.push(job(1, requested_at=begun + 1.0))))
+    ((at, taken),) = desk.taken
+    assert (at, taken.requested_at) == (begun + 1.5, begun + 1.0)
+    assert len(desk.api.of("renew")) == 1
+
+
+def test_the_next_job_is_read_when_the_last_one_is_settled(clock: FakeClock) -> None:
+    desk, waiting = Desk(clock, idle=1), list[bool]()
+
+    def look() -> None:
+        waiting.append(any(not coming.done() for coming in desk.server.waiting))
+
+    desk.run(
+        8.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.0, look),
+        (3.0, lambda: desk.over("j1")),
+        (3.9, look),
+        (4.0, lambda: desk.settled("j1")),
+        (4.1, look),
+        (4.5, lambda: desk.server.push(job(2))),
+    )
+    assert waiting == [False, False, True]
+    assert [taken.id for _, taken in desk.taken] == ["j1", "j2"]
+    assert len(desk.server.opened) == 1, "the stream stays, and its place is not given to another"
+
+
+def test_nothing_is_open_while_nothing_may_be_claimed(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=2), list[int]()
+
+    def set_quiet(is_quiet: bool) -> None:
+        desk.may_claim = not is_quiet
+
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.0, lambda: set_quiet(True)),
+        (3.0, looked(desk, seen)),
+        (4.0, lambda: set_quiet(False)),
+        (5.0, looked(desk, seen)),
+    )
+    assert seen == [0, 1], "one place is taken by the job, whose stream is closed too"
+
+
+def test_a_place_that_is_gone_closes_a_stream(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=3), list[int]()
+
+    def lose_two() -> None:
+        desk.pool.idle = 1
+        desk.streamer.wake()
+
+    desk.run(9.0, (1.0, lose_two), (3.0, looked(desk, seen)), (8.0, looked(desk, seen)))
+    assert seen == [3, 1], "not at once: a child that is replaced is soon back"
+
+
+def test_a_place_that_is_soon_back_costs_no_stream(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=2)
+
+    def set_idle(idle: int) -> None:
+        desk.pool.idle = idle
+        desk.streamer.wake()
+
+    gone_and_back = [(second + part, idle) for second in range(1, 12) for part, idle in ((0.0, 1), (0.4, 2))]
+    desk.run(14.0, *[(at, lambda idle=idle: set_idle(idle)) for at, idle in gone_and_back])
+    assert len(desk.server.opened) == 2
+
+
+def test_a_broken_stream_is_opened_again_after_a_back_off(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+
+    def mend() -> None:
+        desk.server.error = None
+
+    begun = clock()
+    desk.run(60.0, (10.0, lambda: desk.server.fail(DOWN)), (20.0, mend))
+    later = [at - begun for at in desk.server.opened if at > begun + 10.0]
+    assert 10.5 <= later[0] <= 11.0
+    assert later[-1] >= 20.0
+    assert 3 <= len(later) <= 6
+    assert [event.operation for event in desk.recorded.of(ApiTroubled)] == ["stream emails"]
+    assert not desk.troubles.reasons, "a stream that stays open shows that it works"
+
+
+def test_a_refused_key_is_told(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.server.error = CredentialsRefused(0, "UNAUTHENTICATED", "no")
+    desk.run(5.0)
+    assert len(desk.refusals) == 1
+    assert len(desk.server.opened) == 1
+
+
+def test_a_job_whose_lease_is_over_is_dropped_and_from_then_on_jobs_are_asked_for(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=2), list[int]()
+    desk.api.script("renew", LeaseLost("j1", "expired"))
+    desk.run(5.0, (1.0, lambda: desk.server.push(job(1))), (3.0, looked(desk, seen)))
+    assert desk.taken == []
+    assert [event.job_id for event in desk.recorded.of(JobLeaseLost)] == ["j1"]
+    assert seen == [0]
+    assert len(desk.api.of("claim")) > 1
+
+
+def test_a_renewal_without_an_answer_is_tried_again(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.script("renew", DOWN, DOWN, lambda job, deadline: clock())
+    desk.run(9.0, (1.0, lambda: desk.server.push(job(1))))
+    assert [taken.id for _, taken in desk.taken] == ["j1"]
+
+
+def test_a_job_that_cannot_be_renewed_is_never_started(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.script("renew", DOWN)
+    desk.run(60.0, (1.0, lambda: desk.server.push(job(1))))
+    assert desk.taken == []
+    assert len(desk.api.of("renew")) > 3
+
+
+def test_a_refused_renewal_is_no_end_of_the_stream(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.script("renew", ApiRefused(0, "PERMISSION_DENIED", "no"), lambda job, deadline: clock())
+    desk.run(9.0, (1.0, lambda: desk.server.push(job(1))))
+    assert len(desk.taken) == 1
+
+
+def test_jobs_that_cannot_be_run_do_not_come_in_a_loop(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.is_of_no_use = True
+    begun = clock()
+    desk.run(5.0, (1.0, lambda: desk.server.push(job(1))))
+    assert 0.8 <= desk.server.opened[1] - begun - 1.0 <= 1.7, "a poll interval, and a look"
+
+
+def test_several_queues_are_asked_in_turn(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("a"), QueueConfig("b"), idle=2)
+    desk.run(5.0)
+    assert desk.server.opened == []
+    assert {call.args[0] for call in desk.api.of("claim")} == {"a", "b"}
+
+
+def test_a_reload_may_change_what_is_streamed(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=2), list[int]()
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.streamer.set_queues([QueueConfig("a"), QueueConfig("b")])),
+        (2.0, looked(desk, seen)),
+        (3.0, lambda: desk.streamer.set_queues([QueueConfig("b")])),
+        (6.0, looked(desk, seen)),
+    )
+    assert seen == [0, 2]
+
+
+def test_finish_hands_over_what_is_being_renewed(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.latency_s = 2.0
+    desk.run(2.0, (1.0, lambda: desk.server.push(job(1))))
+    assert [taken.id for _, taken in desk.taken] == ["j1"]
+    assert desk.server.open == 0
+
+
+def test_an_open_breaker_lets_one_stream_through_at_a_time(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=3), list[int]()
+    breaker = desk.streamer.queues["emails"].breaker
+
+    def crash() -> None:
+        for _ in range(20):
+            breaker.crashed(clock())
+
+    desk.run(40.0, (1.0, crash), (2.0, looked(desk, seen)), (39.0, looked(desk, seen)))
+    assert seen == [0, 1]
