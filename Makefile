@@ -4,6 +4,7 @@
 # redone when pyproject.toml has changed, and only then.
 #
 # To be told: PYTHON=python3.12 (which Python makes the environment), PYTEST_ARGS="tests/unit -x", DEMO_ARGS, BENCH_ARGS.
+# Most tests wait for processes most of the time: several files run side by side, and then the few that must be alone.
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -25,8 +26,10 @@ help: ## what there is
 demo: $(VENV)/.installed-demo ## install, then draw a picture with CPU-bound jobs on all cores
 	@exec $(RUN) -m spooled_supervisor demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test ## install, then run all tests
-	@exec $(RUN) -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.installed-test ## install, then run all tests (PYTEST_ARGS: only these, one after the other)
+	@if [ -n "$(PYTEST_ARGS)" ]; then exec $(RUN) -m pytest $(PYTEST_ARGS); fi
+	$(RUN) -m pytest --numprocesses=3 --dist=loadfile -m "not alone" --durations=15
+	exec $(RUN) -m pytest -m alone
 
 check: $(VENV)/.installed-test ## format, lint, types
 	@$(RUN) -m ruff format --check .

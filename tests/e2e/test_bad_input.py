@@ -264,7 +264,7 @@ def test_malformed_options_exit_64_and_are_all_named() -> None:
     options = [
         *("--procs", "many", "--lease-duration", "2", "--heartbeat-fraction", "1.5", "--poll-interval", "-1"),
         *("--queue", ".hidden", "--prefetch", "x", "--max-child-memory", "lots", "--log-format", "xml", "--nonsense"),
-        *("--http-listen", "nowhere", "--worker-id", "a b", "--api-url", "ftp://x", "--transport", "grpc-stream"),
+        *("--http-listen", "nowhere", "--worker-id", "a b", "--api-url", "ftp://x", "--transport", "pigeon"),
     ]
     done = run_to_end("modes", options=options)
     flags = [word for word in options if word.startswith("--")]

@@ -19,6 +19,8 @@ import pytest
 
 from spooled_supervisor import exits, family, hunt, kernel, processes, resources
 
+pytestmark = pytest.mark.alone
+
 ZOO = Path(__file__).with_name("family_zoo.py")
 TREE = Path(__file__).parents[2]
 PATIENCE_S = 20.0

@@ -14,6 +14,8 @@ import pytest
 from tests.e2e.conftest import Site
 from tests.support.program import Program, program
 
+pytestmark = pytest.mark.alone
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "support/examples"
 
 
