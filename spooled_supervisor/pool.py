@@ -159,6 +159,10 @@ class Pool:
                 _decide(child.run, verdict)
             self._kill(child, reason)
 
+    def stop_replacing(self) -> None:
+        """Children that leave or die are not replaced any more."""
+        self._is_replacing = False
+
     def retire_idle(self) -> None:
         """Ask children that have no job to leave, and replace none: the supervisor stops."""
         self._is_replacing = False
@@ -239,6 +243,11 @@ class Pool:
     def children(self) -> tuple[ChildLink, ...]:
         """All that are not reaped yet."""
         return tuple(self._children.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no child, and none is being born."""
+        return not self._children and not self._forks
 
     @property
     def pids(self) -> list[int]:
@@ -329,7 +338,11 @@ class Pool:
         slot.is_forking = True
         task = self._spawn(self._fork(slot), f"fork {slot.index}")
         self._forks.add(task)
-        task.add_done_callback(self._forks.discard)
+        task.add_done_callback(self._on_fork_done)
+
+    def _on_fork_done(self, task: asyncio.Task[None]) -> None:
+        self._forks.discard(task)
+        self._on_change()
 
     async def _fork(self, slot: Slot) -> None:
         try:

@@ -434,7 +434,7 @@ class Supervisor:
         else:
             await self._holder.wait_until_settled(now() + FLUSH_LIMIT_S)
             self._pool.retire_idle()
-            await self._until(lambda: not self._pool.children, now() + LEAVE_LIMIT_S)
+            await self._until(lambda: self._pool.is_empty, now() + LEAVE_LIMIT_S)
         unsettled = self._holder.held + self._holder.given_up - given_up_before
         if not unsettled:
             await self._registration.deregister(DEREGISTER_TIMEOUT_S)
@@ -451,6 +451,8 @@ class Supervisor:
         self._notifier.extend_timeout(3 * TELL_INTERVAL_S)  # the next tick that asks may come after TimeoutStopSec=
         self._registration.beat_now()
         self._holder.return_waiting()
+        if not self._pool.waiting:
+            self._pool.stop_replacing()  # one that is born now would only have to be told to leave
         self._pool.abort_all("shutdown")
         finish = self._spawn(self._claimer.finish(), "finish claims")
         finish.add_done_callback(lambda _: self._alarm.ring())

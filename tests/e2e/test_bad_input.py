@@ -268,7 +268,7 @@ def test_malformed_options_exit_64_and_are_all_named() -> None:
     ]
     done = run_to_end("modes", options=options)
     flags = [word for word in options if word.startswith("--")]
-    assert_complains(done, 64, *flags, "'many'", "'.hidden'", "needs the grpc transport")
+    assert_complains(done, 64, *flags, "'many'", "'.hidden'", "grpc-process")
 
 
 def test_unknown_command_exits_64(tmp_path: Path) -> None:
