@@ -50,6 +50,10 @@ KILL_LIMIT_S = 2.0
 """After the supervisor's death: how long to go on killing what it has left."""
 HAND_ON_LIMIT_S = 0.1
 """From the end of a dying process's descriptors until its children have another parent, at most."""
+IS_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+ALL_SIGNALS = frozenset(map(int, signal.valid_signals()))
+"""Plain numbers: what enums do on the way writes to their objects' pages, and each page written to between two forks is
+memory that the child of the first has for itself, 100 kB in all."""
 is_fork_server = False
 """Whether this process is one, or a child of one: there nobody may start a worker."""
 
@@ -135,13 +139,13 @@ class _Server:
         with here, there:
             # Blocked from before the fork until the child has installed its own handling: a signal in between would
             # be taken by handlers of a process that the child is not any more.
-            old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+            old_mask = kernel.pthread_sigmask(signal.SIG_SETMASK, ALL_SIGNALS)
             try:
                 intermediate = os.fork()
                 if intermediate == 0:
                     self._be_intermediate(slot, fds, there, closing=(here, there, self.control))
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+                kernel.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             there.close()
             report, received = receive_packet(here)
             os.waitpid(intermediate, 0)
@@ -360,7 +364,7 @@ def receive_packet(source: socket.socket) -> tuple[bytes, list[int]]:
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if flags & IS_CUT:
         for fd in fds:
             os.close(fd)
         raise ProtocolError("a packet was cut: the process may have run out of descriptors (RLIMIT_NOFILE)")
