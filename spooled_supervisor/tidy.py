@@ -184,8 +184,9 @@ class Baseline:
             return NOTHING_LEFT
         _reap(time.monotonic())
         swept = family.kill_descendants(os.getpid(), spare=self._helpers, kill=self._kills_leftovers)
-        if swept.killed:
-            _reap(time.monotonic() + REAP_LIMIT_S)
+        # What ended by itself between the two is in no list and yet a zombie, or about to be one.
+        all_end = self._kills_leftovers and not self._helpers
+        _reap(time.monotonic() + (REAP_LIMIT_S if swept.killed or all_end else 0.0))
         return swept
 
 

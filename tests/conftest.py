@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
+
+# Under nohup(1) a hang-up is ignored, and so it would be by all programs that the tests start and then hang up on.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 GRACE_S = 2.0
 """A thread that was told to end, or a process that was killed, may need a moment for it."""

@@ -64,6 +64,10 @@ def kind(request: pytest.FixtureRequest) -> type[GrpcApi]:
     return KINDS[request.param]
 
 
+LOST_STATUS = "Internal error from Core"
+"""What grpc.aio makes of any status that arrives while a write is on its way: the next attempt is told the real one."""
+
+
 def run(
     server: DevServer, main: Callable[[Any], Coroutine[Any, Any, T]], kind: type[GrpcApi] = GrpcApi, **options: Any
 ) -> T:
@@ -201,8 +205,18 @@ def test_a_result_that_grpc_cannot_carry_is_not_sent(server: DevServer, queue_na
 
 
 def test_a_wrong_key_is_a_matter_of_credentials(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
-    with pytest.raises(CredentialsRefused, match="gRPC UNAUTHENTICATED"):
-        run(server, lambda api: claimed(api, queue_name), kind, api_key="sp_test_wrong_0123456789")
+    async def main(api: GrpcApi) -> str:
+        for _ in range(20):
+            try:
+                await claimed(api, queue_name)
+            except CredentialsRefused as refused:
+                return str(refused)
+            except ApiUnavailable as unavailable:  # a stream that is refused during its first write: grpc loses why
+                if LOST_STATUS not in str(unavailable):
+                    raise
+        return "never told"
+
+    assert "gRPC UNAUTHENTICATED" in run(server, main, kind, api_key="sp_test_wrong_0123456789")
 
 
 def test_a_server_that_is_not_there_is_unavailable(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:

@@ -174,3 +174,26 @@ def test_without_children_nothing_is_cleared() -> None:
         "assert baseline.clear_leftovers() is tidy.NOTHING_LEFT",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+def test_what_ends_by_itself_while_we_look_is_reaped() -> None:
+    """It was alive at the first reaping and is in no list of what was killed."""
+    lines = (
+        "import os",
+        "from spooled_supervisor import tidy",
+        "go, gone = os.pipe()",
+        "if (pid := os.fork()) == 0:",
+        "    os.close(gone)",
+        "    os.read(go, 1)",
+        "    os._exit(0)",
+        "def look(*args, **options):",
+        "    os.close(gone)",
+        "    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)",
+        "    return tidy.family.Swept()",
+        "tidy.family.kill_descendants = look",
+        "baseline = tidy.Baseline(on_signals_lost=lambda: None, kill_leftovers=True)",
+        "baseline._helpers = []",
+        "baseline.clear_leftovers()",
+        "assert not tidy._has_children()",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
