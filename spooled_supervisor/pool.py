@@ -170,12 +170,6 @@ class Pool:
             if child.run is None:
                 self._ask_to_leave(child, "shutdown")
 
-    def recycle_if_above(self, pid: int, private_bytes: int) -> None:
-        """A sample of a child's memory; beyond its limit it leaves after its job."""
-        child = self._children.get(pid)
-        if child is not None:
-            self._recycle_if_fat(child, private_bytes)
-
     def scale(self, procs: int) -> None:
         """Have so many slots. Children of slots that are gone finish their job and leave."""
         while len(self._slots) < procs:

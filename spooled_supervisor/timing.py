@@ -34,11 +34,6 @@ def wall() -> float:
     return time.time()
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process, in seconds."""
-    return time.process_time()
-
-
 def timestamp(at_wall: float | None = None) -> str:
     """An instant of wall time as RFC 3339 in UTC with milliseconds."""
     at = wall() if at_wall is None else at_wall

@@ -42,9 +42,7 @@ class ProcessLink:
         self._explain = explain
         self._call: Any = None
         self._outgoing: asyncio.Queue[tuple[pb.ProcessRequest, Answered]] = asyncio.Queue()
-        self._waiting: deque[Answered] = (
-            deque()
-        )  # written by the writer, read by the reader: in the order of the stream
+        self._waiting: deque[Answered] = deque()  # the writer appends, the reader takes: in the order of the stream
         self._tasks: list[asyncio.Task[None]] = []
 
     async def ask(self, request: pb.ProcessRequest) -> pb.ProcessResponse:

@@ -57,11 +57,6 @@ def test_a_timestamp_is_rfc_3339_in_utc_with_milliseconds() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", timing.timestamp())
 
 
-def test_cpu_time_does_not_run_backwards() -> None:
-    before = timing.cpu_seconds()
-    assert before <= timing.cpu_seconds()
-
-
 # --- back-off ---------------------------------------------------------------------------------------------------------
 
 
