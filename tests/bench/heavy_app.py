@@ -1,12 +1,17 @@
-"""The same app with much preloaded: small Python objects, the kind that reference counts make private when touched."""
+"""An app with much preloaded: small Python objects, the kind that reference counts make private when touched.
+
+Its own, with nothing in it that writes records: a start hook would count as memory of an idle child.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 
-from tests.bench.app import app
+from spooled_supervisor import App, JobContext
 
-__all__ = ["app"]
+app = App()
 
 VARIABLE = "SPOOLED_BENCH_PRELOAD_MB"
 CHUNK = 10_000
@@ -26,3 +31,18 @@ def load() -> None:
 def _resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@app.handler("busy")
+def busy(ctx: JobContext) -> None:
+    """Keep the child busy for `payload` seconds of wall time."""
+    end = time.monotonic() + ctx.payload
+    while time.monotonic() < end:
+        pass
+
+
+@app.handler("collect")
+def collect(ctx: JobContext) -> None:
+    """A full garbage collection, then busy, so that the other children get their share."""
+    gc.collect()
+    busy(ctx)
