@@ -23,8 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +32,7 @@ import msgspec
 from spooled_supervisor import childmetrics, frames, kernel
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
-from spooled_supervisor.family import lower_priority
+from spooled_supervisor.family import lower_priority, raised_oom_score
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.rates import LineRate
 from spooled_supervisor.results import NotJson, encode_result
@@ -56,6 +55,7 @@ QUIET_SIGNALS = (
 )
 """Caught by a handler that does nothing: `systemctl kill` sends them to every process of the unit, and SIG_IGN would
 be inherited by the programs that a handler starts (execve(2))."""
+DEFAULT_SIGNALS = (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT)
 
 EXIT_LEFT = 0
 EXIT_SUPERVISOR_GONE = 3
@@ -64,55 +64,25 @@ READ_BYTES = 1 << 20
 _loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
 
 
-@dataclass(slots=True)
-class Birth:
-    """What a child is born with: its place, its descriptors (jobs in; reports, output, stack out), its priority.
-
-    The child moves its descriptors to high numbers, in place.
-    """
-
-    slot: int
-    generation: int
-    jobs_fd: int
-    reports_fd: int
-    output_fd: int
-    stack_fd: int
-    nice: int
-    kills_leftovers: bool
-    pins_cpu: bool
-
-
-def run(app: App, birth: Birth) -> NoReturn:
-    """Be a child until told to leave. Called right after the fork, with all signals blocked; never returns."""
-    status = 1
-    try:
-        status = Child(app, birth).live()
-    except BaseException as error:
-        # Nobody is left to tell but the output pipe; the supervisor reports the exit with these lines as its tail.
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        _flush_streams()
-        os._exit(status)
-
-
 NO_SIGNAL = AbortSignal()
 
 
 class Child:
-    """One child's life. Everything here runs in the main thread but `send`, which handlers' threads reach too."""
+    """One child's life. Everything here runs in the main thread but `send`, which handlers' threads reach too.
 
-    def __init__(self, app: App, birth: Birth) -> None:
+    It is made in the fork server, once, and each child begins with its own copy of it: what is made after the fork, or
+    is used for the first time then, costs every child the pages around it. Here that is 200 kB.
+    """
+
+    def __init__(self, app: App, settings: frames.Preload) -> None:
         self._app = app
-        self._birth = birth
-        birth.jobs_fd = kernel.move_high(birth.jobs_fd)
-        birth.reports_fd = kernel.move_high(birth.reports_fd)
-        birth.stack_fd = kernel.move_high(birth.stack_fd)
+        self._settings = settings
+        self._slot = self._jobs_fd = self._reports_fd = self._stack_fd = self._wake_fd = -1  # until it is born
+        self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._oom_score = raised_oom_score()
         self._decoder = frames.decoder_of_jobs()
         self._inbox: list[frames.ToChild] = []
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
-        self._poll.register(birth.jobs_fd, select.POLLIN)
-        self._poll.register(self._wake_fd, select.POLLIN)
         self._lock = threading.RLock()
         self._sending = False
         self._unsent: list[bytes] = []
@@ -127,11 +97,29 @@ class Child:
         self._leaving = False
         self._log_rate: LineRate | None = None  # made by the first line: an idle child should own little
         self._runner: asyncio.Runner | None = None
+        self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=settings.kills_leftovers)
         self._metrics = childmetrics.Reporter(lambda report: self.send(frames.Metrics(report)))
 
-    def live(self) -> int:
-        """From birth to the exit status."""
-        self._become_a_child()
+    def live(self, slot: int, fds: Sequence[int]) -> NoReturn:
+        """Be a child until told to leave. Called right after the fork, with all signals blocked; never returns.
+
+        `fds` are its ends of the pipes, which it takes over: jobs (in), reports, output, stack (out).
+        """
+        status = 1
+        try:
+            jobs_fd, reports_fd, output_fd, stack_fd = fds
+            self._take_pipes(slot, jobs_fd, reports_fd, stack_fd)
+            self._become_a_child(output_fd)
+            status = self._serve()
+        except BaseException as error:
+            # Nobody is left to tell but the output pipe; the supervisor reports the exit with these lines as its tail.
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            _flush_streams()
+            os._exit(status)
+
+    def _serve(self) -> int:
+        """From the adoption to the exit status."""
         if not self._be_adopted():
             return EXIT_SUPERVISOR_GONE
         try:
@@ -139,7 +127,7 @@ class Child:
         except BaseException as error:
             self.send(frames.BootFailed(clip_text(f"on_child_start failed: {describe_error(error)}")))
             return EXIT_BOOT_FAILED
-        self.send(frames.Hello(self._birth.slot, self._birth.generation, os.getpid()))
+        self.send(frames.Hello(self._slot, self._settings.generation, os.getpid()))
         self._metrics.report()
         self._set_title("idle")
         while (job := self._next_job()) is not None:
@@ -153,36 +141,42 @@ class Child:
 
     # --- becoming a child ----------------------------------------------------------------------------------------
 
-    def _become_a_child(self) -> None:
-        birth = self._birth
+    def _take_pipes(self, slot: int, jobs_fd: int, reports_fd: int, stack_fd: int) -> None:
+        self._slot = slot
+        self._jobs_fd, self._reports_fd = kernel.move_high(jobs_fd), kernel.move_high(reports_fd)
+        self._stack_fd = kernel.move_high(stack_fd)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._jobs_fd, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
+
+    def _become_a_child(self, output_fd: int) -> None:
         # 1. A session and process group of its own: terminal signals do not reach it, and the group can be killed.
         os.setsid()
-        # 2. Signals: nothing of the fork server's handling is left, and nothing stays blocked.
-        self._install_signals()
+        # 2. Signals: what the fork server has left to us, and nothing stays blocked.
+        self._install_own_signals()
         # 3. Standard streams: no input; output is a pipe to the supervisor.
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd, source in ((0, null), (1, birth.output_fd), (2, birth.output_fd)):
+        for fd, source in ((0, self._null), (1, output_fd), (2, output_fd)):
             os.dup2(source, fd)
-        os.close(null)
-        os.close(birth.output_fd)
-        # 4. What its handlers start stays below it, and programs forked from it do not write to its pipes.
+        os.close(self._null)
+        os.close(output_fd)
+        # 4. What its handlers start stays below it, and what they fork is none of us.
         kernel.set_child_subreaper(True)
-        os.register_at_fork(after_in_child=self._close_pipes)
+        os.register_at_fork(after_in_child=self._let_go)
         # 5. The supervisor must win: priority, and the out-of-memory killer's choice.
-        lower_priority(birth.nice)
-        if birth.pins_cpu:
+        lower_priority(self._settings.child_nice, self._oom_score)
+        if self._settings.pins_cpus:
             cpus = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cpus[birth.slot % len(cpus)]})
+            os.sched_setaffinity(0, {cpus[self._slot % len(cpus)]})
         # 6. Its own randomness, and a collector that works again.
         _reseed()
         gc.enable()
 
     def _install_signals(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for number in QUIET_SIGNALS:
-            kernel.set_handler(number, _do_nothing)
-        for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT):
-            kernel.set_handler(number, kernel.SIG_DFL)
+        """All of them, whatever a handler has put in their place."""
+        install_quiet_signals()
+        self._install_own_signals()
+
+    def _install_own_signals(self) -> None:
         kernel.set_handler(signal.SIGTERM, self._on_terminate)
         for of_ours in (ABORT_SIGNAL, STACK_SIGNAL):
             faulthandler.unregister(of_ours)  # else it believes that it is in place, whatever a handler has put there
@@ -192,12 +186,12 @@ class Child:
 
     def _register_dumps(self) -> None:
         """After signal.signal: faulthandler chains to whatever was there before it. Nothing if it is registered."""
-        faulthandler.register(ABORT_SIGNAL, file=self._birth.stack_fd, all_threads=True, chain=True)
-        faulthandler.register(STACK_SIGNAL, file=self._birth.stack_fd, all_threads=True, chain=False)
+        faulthandler.register(ABORT_SIGNAL, file=self._stack_fd, all_threads=True, chain=True)
+        faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True, chain=False)
 
-    def _close_pipes(self) -> None:
+    def _let_go(self) -> None:
         """In a process that a handler forked: it must neither take our frames nor write any."""
-        for fd in (self._birth.jobs_fd, self._birth.reports_fd, self._wake_fd):
+        for fd in (self._jobs_fd, self._reports_fd, self._wake_fd):
             try:
                 os.close(fd)
             except OSError:
@@ -221,7 +215,7 @@ class Child:
         self._metrics.begin()
         for hook in self._app.child_start_hooks:
             self._call_hook(hook)
-        self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=self._birth.kills_leftovers)
+        self._baseline.take(hooks_have_run=bool(self._app.child_start_hooks))
 
     def _call_hook(self, hook: Callable[[], Any]) -> None:
         result = hook()
@@ -229,7 +223,7 @@ class Child:
             self._async_runner().run(result)
 
     def _set_title(self, what: str) -> None:
-        kernel.set_title(f"spooled-supervisor: child {self._birth.slot} {what}")
+        kernel.set_title(f"spooled-supervisor: child {self._slot} {what}")
 
     # --- frames --------------------------------------------------------------------------------------------------
 
@@ -251,7 +245,7 @@ class Child:
         view = memoryview(data)
         try:
             while view:
-                view = view[os.write(self._birth.reports_fd, view) :]
+                view = view[os.write(self._reports_fd, view) :]
         except OSError:  # EPIPE: the supervisor is gone, or has given us up
             os._exit(EXIT_SUPERVISOR_GONE)
 
@@ -263,7 +257,7 @@ class Child:
         return self._inbox.pop(0)
 
     def _read_pipe(self) -> bool:
-        data = os.read(self._birth.jobs_fd, READ_BYTES)
+        data = os.read(self._jobs_fd, READ_BYTES)
         self._inbox.extend(self._decoder.feed(data))
         return bool(data)
 
@@ -281,7 +275,7 @@ class Child:
             ready = dict(self._poll.poll(self._metrics.wait_ms))
             if not ready:
                 self._metrics.report_if_due()
-            if self._birth.jobs_fd in ready and not self._read_pipe():
+            if self._jobs_fd in ready and not self._read_pipe():
                 return None  # the supervisor closed the pipe
 
     # --- signals -------------------------------------------------------------------------------------------------
@@ -306,7 +300,7 @@ class Child:
             return
         self._is_taking = True
         poll = select.poll()
-        poll.register(self._birth.jobs_fd, select.POLLIN)
+        poll.register(self._jobs_fd, select.POLLIN)
         while self._abort_waits:
             self._abort_waits = False
             if poll.poll(0):
@@ -563,8 +557,17 @@ def _is_inside_handler(frame: FrameType | None) -> bool:
     return False
 
 
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    return
+def install_quiet_signals() -> None:
+    """What a child and its fork server have in common: caught and nothing done, or as the kernel has it."""
+    signal.set_wakeup_fd(-1)
+    for number in QUIET_SIGNALS:
+        kernel.set_handler(number, do_nothing)
+    for number in DEFAULT_SIGNALS:
+        kernel.set_handler(number, kernel.SIG_DFL)
+
+
+def do_nothing(_number: int, _frame: FrameType | None) -> None:
+    """A signal handler."""
 
 
 def _flush_streams() -> None:

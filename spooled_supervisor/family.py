@@ -263,29 +263,32 @@ def _line_of_parents() -> set[int]:
 # --- a child's own rank ----------------------------------------------------------------------------------------------
 
 
-def lower_priority(nice: int, *, oom_score_raise: int = OOM_SCORE_RAISE) -> list[str]:
+def lower_priority(nice: int, oom_score: int) -> list[str]:
     """Let this process stand back behind its supervisor; what was refused, each with its reason.
 
     The nice value is relative to the inherited one. With a session of its own the process is also scheduled as a group
     of its own (sched(7), autogroup), whose nice value is another one; the kernel takes ten changes of it a second.
+    `oom_score` is what `raised_oom_score` gave in the process that it was forked from.
     """
-    steps: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("nice", lambda: os.nice(nice)),
-        ("autogroup", lambda: _write("/proc/self/autogroup", max(-20, min(19, nice)))),
-        ("oom_score_adj", lambda: _raise_oom_score(oom_score_raise)),
-    )
     refused = []
-    for name, step in steps:
+    try:
+        os.nice(nice)
+    except OSError as e:
+        refused.append(f"nice: {e}")
+    for path, value in (("/proc/self/autogroup", max(-20, min(19, nice))), ("/proc/self/oom_score_adj", oom_score)):
         try:
-            step()
-        except (OSError, ValueError) as e:
-            refused.append(f"{name}: {e}")
+            _write(path, value)
+        except OSError as e:
+            refused.append(f"{path}: {e}")
     return refused
 
 
-def _raise_oom_score(by: int) -> None:
-    current = int(read_file("/proc/self/oom_score_adj"))
-    _write("/proc/self/oom_score_adj", min(1000, current + by))
+def raised_oom_score() -> int:
+    """What a child's oom_score_adj is to be, of 1000: the kernel's first choice, long before the supervisor."""
+    try:
+        return min(1000, int(read_file("/proc/self/oom_score_adj")) + OOM_SCORE_RAISE)
+    except (OSError, ValueError):
+        return OOM_SCORE_RAISE
 
 
 def _write(path: str, value: int) -> None:

@@ -63,8 +63,7 @@ class _Server:
     """State of the fork server's process."""
 
     control: socket.socket
-    settings: frames.Preload
-    app: App
+    child: child.Child  # as every child is before it is born
     supervisor_pid: int
     groups: set[int]  # process groups of living children; the supervisor tells which are gone
     has_retired: bool = False  # another fork server has taken over; whom this one has forked is not its to kill
@@ -166,29 +165,11 @@ class _Server:
             if pid == 0:
                 for ours in closing:
                     ours.close()
-                self._be_child(slot, fds)
+                self.child.live(slot, fds)
             pidfd = os.pidfd_open(pid)
             send_packet(report, str(pid).encode(), [pidfd])
         finally:
             os._exit(0)
-
-    def _be_child(self, slot: int, fds: Sequence[int]) -> NoReturn:
-        jobs_fd, reports_fd, output_fd, stack_fd = fds
-        settings = self.settings
-        child.run(
-            self.app,
-            child.Birth(
-                slot=slot,
-                generation=settings.generation,
-                jobs_fd=jobs_fd,
-                reports_fd=reports_fd,
-                output_fd=output_fd,
-                stack_fd=stack_fd,
-                nice=settings.child_nice,
-                kills_leftovers=settings.kills_leftovers,
-                pins_cpu=settings.pins_cpus,
-            ),
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -224,12 +205,15 @@ def be_fork_server(control: socket.socket, app: App | None = None) -> NoReturn:
 
 def become_fork_server(what: str) -> None:
     """Signals as the supervisor wants them, whatever was inherited, and death with it while the app is imported."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting impossible
-    for number in (*child.QUIET_SIGNALS, signal.SIGTERM):  # it leaves at the end of its socket, not by a signal
-        signal.signal(number, _do_nothing)
+    _install_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     kernel.set_parent_death_signal(signal.SIGKILL)
     kernel.set_title(f"spooled-supervisor: fork server {what}")
+
+
+def _install_signals() -> None:
+    child.install_quiet_signals()  # SIGCHLD too: an inherited SIG_IGN would make waiting impossible
+    kernel.set_handler(signal.SIGTERM, child.do_nothing)  # it leaves at the end of its socket, not by a signal
 
 
 def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App | None = None) -> int:
@@ -251,10 +235,12 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
         return 1
     child.install_logging(settings.log_level)
     make_streams_plain()
+    _install_signals()  # again: the app may have changed them, and children find them as they are here
+    unborn = child.Child(app, settings)
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would write to the pages that all children share; each of them enables it again
-    server = _Server(control, settings, app, supervisor_pid, set())
+    server = _Server(control, unborn, supervisor_pid, set())
     threads = _foreign_threads()
     if threads and settings.strict:
         names = ", ".join(threads)
@@ -332,10 +318,6 @@ def _foreign_threads() -> list[str]:
     named = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     native = len(os.listdir("/proc/self/task")) - 1 - len(named)
     return [name[:100] for name in named][:20] + [f"native thread {n + 1}" for n in range(min(native, 20))]
-
-
-def _do_nothing(_number: int, _frame: object) -> None:
-    return
 
 
 def _flush() -> None:

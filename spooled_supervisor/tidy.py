@@ -1,9 +1,9 @@
 """A clean child for every job: what a handler has changed in its process is put back, or the child is replaced.
 
-A baseline is taken once, after the start hooks; after every job each thing is compared, and put back where it differs.
-What cannot be put back (a thread that lives on, a lowered hard limit, a raised nice value, more descriptors than a few)
-makes the child unfit: it answers this job and leaves. Processes that a job has left behind are killed, or kept and
-counted. Nothing changed is the usual case; it costs some 20 us.
+A baseline is taken once: most of it before the fork, the rest when the start hooks have run. After every job each thing
+is compared, and put back where it differs. What cannot be put back (a thread that lives on, a lowered hard limit, a
+raised nice value, more descriptors than a few) makes the child unfit: it answers this job and leaves. Processes that a
+job has left behind are killed, or kept and counted. Nothing changed is the usual case; it costs some 20 us.
 
 Not looked at, as it is the app's own state and may be meant to last: modules and their globals, caches, connections,
 the random generators, native threads of numeric libraries.
@@ -51,27 +51,13 @@ class Baseline:
     """How the process was before its first job. For the main thread only."""
 
     def __init__(self, *, on_signals_lost: Callable[[], None], kill_leftovers: bool) -> None:
-        """`on_signals_lost` installs our own signal handling again, where a handler has replaced it."""
+        """`on_signals_lost` installs our own signal handling again, where a handler has replaced it.
+
+        For the fork server: what is looked at here is shared by all children; `take` does the rest in each.
+        """
         self._on_signals_lost = on_signals_lost
         self._kills_leftovers = kill_leftovers
-        helpers = processes.descendants(os.getpid()) if _has_children() else ()  # started by the hooks: they stay
-        self._helpers = [(stat.pid, stat.start) for stat in helpers]
-        self._cwd = os.getcwd()
-        self._umask = os.umask(0)
-        os.umask(self._umask)
-        self._environ = dict(_raw_environ())
-        self._streams = (sys.stdin, sys.stdout, sys.stderr)
-        self._std = {fd: (_identity(fd), kernel.duplicate_high(fd)) for fd in (0, 1, 2)}
-        self._handlers = {number: kernel.getsignal(number) for number in SIGNALS}
-        self._mask = kernel.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._limits = {limit: resource.getrlimit(limit) for limit in LIMITS}
-        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
-        self._affinity = os.sched_getaffinity(0)
-        self._recursion = sys.getrecursionlimit()
-        self._hooks = (sys.gettrace(), sys.getprofile())
-        self._threads = set(threading.enumerate())
-        self._thread_count = thread_count()
-        self._lowest_fd = _lowest_free_fd()
+        self._helpers: list[tuple[int, int]] = []
         self._steps = (
             self._restore_streams,
             self._restore_signals,
@@ -81,6 +67,32 @@ class Baseline:
             self._look_at_threads,
             self._look_at_fds,
         )
+        self._take_what_is_inherited()
+
+    def take(self, *, hooks_have_run: bool) -> None:
+        """For the child, before its first job: what its birth has changed, and code of the app that has run in it."""
+        if hooks_have_run:
+            self._take_what_is_inherited()
+            if _has_children():  # started by the hooks: they stay
+                self._helpers = [(stat.pid, stat.start) for stat in processes.descendants(os.getpid())]
+        self._std = {fd: (_identity(fd), kernel.duplicate_high(fd)) for fd in (0, 1, 2)}
+        self._handlers = {number: kernel.getsignal(number) for number in SIGNALS}
+        self._mask = kernel.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
+        self._affinity = os.sched_getaffinity(0)
+        self._lowest_fd = _lowest_free_fd()
+
+    def _take_what_is_inherited(self) -> None:
+        self._cwd = os.getcwd()
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._environ = dict(_raw_environ())
+        self._streams = (sys.stdin, sys.stdout, sys.stderr)
+        self._limits = {limit: resource.getrlimit(limit) for limit in LIMITS}
+        self._recursion = sys.getrecursionlimit()
+        self._hooks = (sys.gettrace(), sys.getprofile())
+        self._threads = set(threading.enumerate())
+        self._thread_count = thread_count()
 
     def restore(self) -> str | None:
         """Put everything back; why this child is unfit for another job, in a word, if it is."""

@@ -29,19 +29,11 @@ from spooled_supervisor.child import (
     EXIT_BOOT_FAILED,
     EXIT_LEFT,
     EXIT_SUPERVISOR_GONE,
-    Birth,
     Child,
 )
 from spooled_supervisor.errors import JobAborted, NonRetryableError
 from spooled_supervisor.job import MAX_ERROR_CHARS, MAX_RESULT_BYTES
 from spooled_supervisor.wording import clip_text, describe_error, safe_text
-
-
-class Born(Child):
-    """A child that stays a part of this process."""
-
-    def _become_a_child(self) -> None:
-        return
 
 
 class Supervisor:
@@ -51,22 +43,20 @@ class Supervisor:
         jobs_fd, self.jobs_fd = os.pipe()
         self.reports_fd, reports_fd = os.pipe()
         os.set_blocking(self.reports_fd, False)
-        self.child = Born(
-            app,
-            Birth(
-                slot=3,
-                generation=2,
-                jobs_fd=jobs_fd,
-                reports_fd=reports_fd,
-                output_fd=-1,
-                stack_fd=os.memfd_create("stack"),
-                nice=0,
-                kills_leftovers=True,
-                pins_cpu=False,
-            ),
+        settings = frames.Preload(
+            generation=2,
+            app="",
+            queue_names=[],
+            strict=False,
+            child_nice=0,
+            kills_leftovers=True,
+            pins_cpus=False,
+            log_level="info",
         )
+        self.child = Child(app, settings)  # it stays a part of this process: `live` is not called
+        self.child._take_pipes(3, jobs_fd, reports_fd, os.memfd_create("stack"))
         nothing_left: Any = SimpleNamespace(
-            clear_leftovers=lambda: SimpleNamespace(names=()), restore=lambda: None
+            take=lambda **_: None, clear_leftovers=lambda: SimpleNamespace(names=()), restore=lambda: None
         )  # tidying up this process is not wanted
         self.child._baseline = nothing_left
         self._decoder = frames.decoder_of_child()
@@ -108,11 +98,12 @@ class Supervisor:
         self.child._on_abort_signal(ABORT_SIGNAL, at or sys._getframe(1))
 
     def close(self) -> None:
-        child, birth = self.child, self.child._birth
+        child = self.child
         if child._runner is not None:
             child._runner.close()
         child._signal.close()
-        for fd in (self.jobs_fd, self.reports_fd, birth.jobs_fd, birth.reports_fd, birth.stack_fd, child._wake_fd):
+        of_child = (child._jobs_fd, child._reports_fd, child._stack_fd, child._wake_fd, child._null)
+        for fd in (self.jobs_fd, self.reports_fd, *of_child):
             with contextlib.suppress(OSError):  # the test has closed it
                 os.close(fd)
 
@@ -713,7 +704,7 @@ def test_a_child_is_adopted_by_its_first_frame_and_arms_its_death_only_then(make
 def test_a_child_whose_supervisor_died_before_it_was_armed_leaves(make: Make, armed: list[int]) -> None:
     supervisor = make()
     supervisor.tell(frames.Adopted(os.getppid() + 1))
-    assert supervisor.child.live() == EXIT_SUPERVISOR_GONE
+    assert supervisor.child._serve() == EXIT_SUPERVISOR_GONE
     assert supervisor.heard() == []
 
 
@@ -725,16 +716,11 @@ def test_neither_another_frame_nor_the_end_of_the_pipe_is_an_adoption(
     if first is not None:
         supervisor.tell(first)
     os.close(supervisor.jobs_fd)
-    assert supervisor.child.live() == EXIT_SUPERVISOR_GONE
+    assert supervisor.child._serve() == EXIT_SUPERVISOR_GONE
     assert armed == []
 
 
-@pytest.fixture
-def without_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "Baseline", lambda **_: None)
-
-
-def test_a_life_without_jobs(make: Make, armed: list[int], without_baseline: None) -> None:
+def test_a_life_without_jobs(make: Make, armed: list[int]) -> None:
     app, hooks = App(), list[str]()
 
     @app.on_child_start
@@ -748,15 +734,13 @@ def test_a_life_without_jobs(make: Make, armed: list[int], without_baseline: Non
 
     supervisor = make(app=app)
     supervisor.tell(frames.Adopted(os.getppid()), frames.Leave())
-    assert supervisor.child.live() == EXIT_LEFT
+    assert supervisor.child._serve() == EXIT_LEFT
     assert supervisor.heard() == [frames.Hello(3, 2, os.getpid()), frames.Leaving()]
     assert hooks == ["started", "stopped"]
 
 
 @pytest.mark.parametrize("text", ["no database", "\udc80", "x" * 1_000_000])
-def test_a_start_hook_that_raises_is_told_and_the_child_leaves(
-    make: Make, armed: list[int], without_baseline: None, text: str
-) -> None:
+def test_a_start_hook_that_raises_is_told_and_the_child_leaves(make: Make, armed: list[int], text: str) -> None:
     app = App()
 
     @app.on_child_start
@@ -765,7 +749,7 @@ def test_a_start_hook_that_raises_is_told_and_the_child_leaves(
 
     supervisor = make(app=app)
     supervisor.tell(frames.Adopted(os.getppid()))
-    assert supervisor.child.live() == EXIT_BOOT_FAILED
+    assert supervisor.child._serve() == EXIT_BOOT_FAILED
     (failed,) = supervisor.heard()
     assert isinstance(failed, frames.BootFailed)
     assert failed.error.startswith("on_child_start failed: ConnectionError: ")
