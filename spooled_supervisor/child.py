@@ -190,12 +190,15 @@ class Child:
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True, chain=False)
 
     def _let_go(self) -> None:
-        """In a process that a handler forked: it must neither take our frames nor write any."""
+        """In a process that a handler forked: it must neither take our frames nor write any, and it ends by SIGTERM as
+        any other does (`multiprocessing` terminates its processes so), where our handler would only raise in it."""
         for fd in (self._jobs_fd, self._reports_fd, self._wake_fd):
             try:
                 os.close(fd)
             except OSError:
                 continue  # closed already: a fork of a fork
+        if kernel.getsignal(signal.SIGTERM) == self._on_terminate:
+            kernel.set_handler(signal.SIGTERM, kernel.SIG_DFL)
 
     def _be_adopted(self) -> bool:
         """Wait for the first frame, then tie our life to the supervisor's; False if it is gone.

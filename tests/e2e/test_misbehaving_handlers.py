@@ -329,6 +329,10 @@ def test_multiprocessing_pool_works_in_a_handler(bench: Bench) -> None:
     assert bench.result("pool") == [1, 2]
 
 
+def test_process_that_a_handler_forks_can_be_terminated(bench: Bench) -> None:
+    assert bench.result("terminate_process", patience_s=10) == -signal.SIGTERM, "and not by a handler of the child's"
+
+
 def test_multiprocessing_pool_dies_with_its_job(bench: Bench) -> None:
     job_id = bench.add("pool", then="spin", fields={"timeout_seconds": 2})
     assert bench.end(job_id)["last_error"].startswith("timed out")

@@ -596,6 +596,26 @@ def pool(ctx: JobContext, run: Run) -> Any:
 
 
 @mode
+def terminate_process(ctx: JobContext, run: Run) -> Any:
+    """A process that gives up for no exception is terminated; how it ended."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=go_on_whatever_comes, args=(there,))
+    process.start()
+    here.recv()
+    process.terminate()
+    process.join(ctx.payload["patience_s"])
+    return process.exitcode
+
+
+def go_on_whatever_comes(ready: Any) -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            ready.send("go")
+            while True:
+                time.sleep(60)
+
+
+@mode
 def many_orphans(ctx: JobContext, run: Run) -> Any:
     """Double forks that end at once: somebody has to reap them."""
     for _ in range(ctx.payload["count"]):
