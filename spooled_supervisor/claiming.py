@@ -24,7 +24,7 @@ from spooled_supervisor.api.values import Claim
 from spooled_supervisor.breaker import QueueBreaker
 from spooled_supervisor.config import ClaimConfig, QueueConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import ClaimAnswered, Events
+from spooled_supervisor.events import ClaimAnswered, Events, JobFailed
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.timing import Alarm, Backoff, jittered, now
 from spooled_supervisor.troubles import Troubles
@@ -35,8 +35,8 @@ CLAIM_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 1.0
 BACKOFF_CAP_S = 30.0
 HINT_SPREAD_S = 0.005
-IDLE_AFTER_S = 60.0
-IDLE_CAP_S = 30.0
+IDLE_CAP_S = 40.0
+"""The longest pause of an empty queue while the event stream works: 1.5 claims a minute, beside 6 heartbeats."""
 REFUSED_PAUSE_S = 60.0
 """Until a queue is asked again that we may not claim from (403), or whose claim is malformed to the service."""
 
@@ -52,7 +52,6 @@ class ClaimedQueue:
     put_off_until: float = 0.0  # a claim has failed: until then no hint counts
     hint_at: float | None = None  # said to have a job while a claim was in flight that may not have seen it
     active_at: float = 0.0  # when it last had a job, or was said to have one
-    idle_s: float = 0.0  # the last pause of a queue that has been empty for long
     asked: int = 0  # places that the claim in flight has reserved; 0 if there is none
     credit: float = 0.0
 
@@ -95,6 +94,7 @@ class Claimer:
         self._leaving: list[ClaimedQueue] = []  # not claimed from any more, but a claim is in flight
         self.last_answer_at = now()
         self.is_stream_up = False
+        events.subscribe(self._on_failed, JobFailed)
 
     def hint(self, queue_name: str, in_s: float = 0.0) -> None:
         """The queue may have a job in so many seconds: ask then. Spread a little, as a fleet hears it at once."""
@@ -237,18 +237,22 @@ class Claimer:
     def _pause(self, queue: ClaimedQueue, got: int) -> float:
         """Until a queue that gave less than was asked for is asked again.
 
-        While the event stream works, a queue that has been empty for long is asked less and less often: it costs one
-        of the plan's requests each time. A job's arrival wakes us; one that arrives without an event (scheduled, or
-        failed elsewhere) is found at most IDLE_CAP_S late.
+        While the event stream works, a job's arrival wakes us, and each poll only costs one of the plan's requests. So
+        the pause grows with the time that the queue has been empty. A job that arrives without an event (scheduled, or
+        to be tried again) is found late by as long as it was waited for, and by IDLE_CAP_S at most.
         """
-        poll_s = jittered(self._config.poll_interval_s)
+        poll_s = self._config.poll_interval_s
         if got:
             queue.active_at = now()
-        if not self.is_stream_up or now() - queue.active_at < IDLE_AFTER_S:
-            queue.idle_s = 0.0
-            return poll_s
-        queue.idle_s = min(max(queue.idle_s * 2, poll_s), max(IDLE_CAP_S, poll_s))
-        return jittered(queue.idle_s)
+        if not self.is_stream_up:
+            return jittered(poll_s)
+        empty_for_s = now() - queue.active_at
+        return jittered(max(poll_s, min(empty_for_s, IDLE_CAP_S)))
+
+    def _on_failed(self, failed: JobFailed) -> None:
+        """A job of ours is to be tried again, which no event will tell: the pauses begin anew."""
+        if failed.will_retry:
+            self.hint(failed.queue_name, self._config.poll_interval_s)
 
     def on_stream(self, is_up: bool) -> None:
         """The event stream works, or does not: then polling must do, and begins with one poll at once."""

@@ -22,7 +22,6 @@ from spooled_supervisor.claiming import (
     BACKOFF_FIRST_S,
     CLAIM_TIMEOUT_S,
     HINT_SPREAD_S,
-    IDLE_AFTER_S,
     IDLE_CAP_S,
     REFUSED_PAUSE_S,
     ClaimedQueue,
@@ -30,7 +29,7 @@ from spooled_supervisor.claiming import (
 )
 from spooled_supervisor.config import ClaimConfig, QueueConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import ClaimAnswered, Events
+from spooled_supervisor.events import ClaimAnswered, Events, JobFailed
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.troubles import Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
@@ -67,7 +66,7 @@ class Desk:
         self.claimed: list[tuple[float, Claim, int]] = []
         self.refusals: list[CredentialsRefused] = []
         self.spawned = Spawned()
-        events = Events()
+        events = self.events = Events()
         self.recorded = Recorded(events)
         self.troubles = Troubles(events)
         self.claimer = Claimer(
@@ -553,14 +552,15 @@ def gaps_of(desk: Desk) -> list[float]:
     return [b - a for a, b in zip(desk.times, desk.times[1:], strict=False)]
 
 
-def test_a_queue_that_is_empty_for_long_is_asked_less_and_less_often_while_the_stream_is_up(clock: FakeClock) -> None:
+def test_the_longer_a_queue_is_empty_the_less_often_it_is_asked_while_the_stream_is_up(clock: FakeClock) -> None:
     desk = Desk(clock)
     desk.claimer.on_stream(True)
     desk.run(400.0)
-    early = [gap for at, gap in zip(desk.times, gaps_of(desk), strict=False) if at < IDLE_AFTER_S - 2]
-    assert all(gap <= 1.1 + 1e-6 for gap in early), "for a while nothing changes"
-    assert gaps_of(desk)[-1] >= IDLE_CAP_S * 0.9 - 1e-6
-    assert all(gap <= IDLE_CAP_S * 1.1 + 1e-6 for gap in gaps_of(desk))
+    for at, gap in zip(desk.times, gaps_of(desk), strict=False):
+        expected = min(max(at, 1.0), IDLE_CAP_S)
+        assert expected * 0.9 - 1e-6 <= gap <= expected * 1.1 + HINT_SPREAD_S + 1e-6
+    assert len([at for at in desk.times if at < 60.0]) <= 8
+    assert len([at for at in desk.times if at >= 100.0]) <= 9, "three a two minutes"
 
 
 def test_without_the_stream_it_is_polled_as_ever(clock: FakeClock) -> None:
@@ -582,7 +582,21 @@ def test_a_hint_ends_the_long_pauses(clock: FakeClock) -> None:
     desk.run(330.0, (300.0, lambda: desk.claimer.hint("emails")))
     after = [at for at in desk.times if at >= 300.0]
     assert after[0] <= 300.0 + HINT_SPREAD_S + 1e-6
-    assert len(after) > 20
+    assert after[1] - after[0] <= 1.1 + 1e-6
+
+
+@pytest.mark.parametrize("will_retry", [True, False])
+def test_a_failed_job_that_comes_again_ends_the_long_pauses(clock: FakeClock, will_retry: bool) -> None:
+    desk = Desk(clock)
+    desk.claimer.on_stream(True)
+    failed = JobFailed("job-1", "emails", 0, "failed", "no", will_retry, 1.0)
+    desk.run(330.0, (300.0, lambda: desk.events.emit(failed)))
+    after = [at for at in desk.times if at >= 300.0]
+    if will_retry:
+        assert after[0] <= 301.0 + HINT_SPREAD_S + 1e-6
+        assert after[1] - after[0] <= 1.1 + 1e-6
+    else:
+        assert len(after) <= 1
 
 
 def test_a_job_ends_the_long_pauses(clock: FakeClock) -> None:
@@ -597,8 +611,9 @@ def test_a_job_ends_the_long_pauses(clock: FakeClock) -> None:
         return NONE
 
     desk.api.script("claim", answer)
-    desk.run(360.0)
-    assert all(gap <= 1.1 + 1e-6 for gap in [b - a for a, b in itertools.pairwise(desk.times) if a >= found[0]])
+    desk.run(400.0)
+    after = [at for at in desk.times if at >= found[0]]
+    assert after[1] - after[0] <= 1.1 + 1e-6
 
 
 def test_a_stream_that_breaks_is_followed_by_a_poll_at_once_and_the_usual_pauses(clock: FakeClock) -> None:
