@@ -24,7 +24,7 @@ from spooled_supervisor.api.values import Claim
 from spooled_supervisor.breaker import QueueBreaker
 from spooled_supervisor.config import ClaimConfig, QueueConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import ClaimAnswered, Events, JobFailed
+from spooled_supervisor.events import ApiRecovered, ClaimAnswered, Events, JobFailed
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.timing import Alarm, Backoff, jittered, now
 from spooled_supervisor.troubles import Troubles
@@ -50,6 +50,7 @@ class ClaimedQueue:
     backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_FIRST_S, BACKOFF_CAP_S))
     next_at: float = 0.0
     put_off_until: float = 0.0  # a claim has failed: until then no hint counts
+    is_put_off_by_guess: bool = False  # by our own back-off: the service has not said for how long
     hint_at: float | None = None  # said to have a job while a claim was in flight that may not have seen it
     active_at: float = 0.0  # when it last had a job, or was said to have one
     asked: int = 0  # places that the claim in flight has reserved; 0 if there is none
@@ -95,6 +96,7 @@ class Claimer:
         self.last_answer_at = now()
         self.is_stream_up = False
         events.subscribe(self._on_failed, JobFailed)
+        events.subscribe(self._on_recovered, ApiRecovered)
 
     def hint(self, queue_name: str, in_s: float = 0.0) -> None:
         """The queue may have a job in so many seconds: ask then. Spread a little, as a fleet hears it at once."""
@@ -209,6 +211,7 @@ class Claimer:
         except (ApiRefused, ApiUnavailable) as error:
             self._failed(queue, operation, error)
         else:
+            queue.is_put_off_by_guess = False
             self._troubles.worked(operation)
             queue.backoff.reset()
             self._events.emit(ClaimAnswered(queue.name, limit, len(claim.jobs) + len(claim.unreadable)))
@@ -229,6 +232,7 @@ class Claimer:
             if error.rate_limited:
                 self._gate.note(error.retry_after_s, now())
             self._put_off(queue, operation, str(error), max(queue.backoff.next_delay(), error.retry_after_s or 0.0))
+            queue.is_put_off_by_guess = not error.retry_after_s
             return
         self._put_off(queue, operation, str(error), REFUSED_PAUSE_S)
         if isinstance(error, CredentialsRefused):
@@ -253,6 +257,15 @@ class Claimer:
         """A job of ours is to be tried again, which no event will tell: the pauses begin anew."""
         if failed.will_retry:
             self.hint(failed.queue_name, self._config.poll_interval_s)
+
+    def _on_recovered(self, _: ApiRecovered) -> None:
+        """The service answers again. Who only waits because it did not, waits no longer; spread, as for a fleet."""
+        for queue in self.queues.values():
+            if queue.is_put_off_by_guess:
+                queue.is_put_off_by_guess = False
+                queue.put_off_until = 0.0
+                queue.next_at = min(queue.next_at, now() + random.uniform(0.0, BACKOFF_FIRST_S))
+                self._alarm.ring()
 
     def on_stream(self, is_up: bool) -> None:
         """The event stream works, or does not: then polling must do, and begins with one poll at once."""

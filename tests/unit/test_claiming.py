@@ -29,7 +29,7 @@ from spooled_supervisor.claiming import (
 )
 from spooled_supervisor.config import ClaimConfig, QueueConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import ClaimAnswered, Events, JobFailed
+from spooled_supervisor.events import ApiRecovered, ClaimAnswered, Events, JobFailed
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.troubles import Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
@@ -537,6 +537,30 @@ def test_after_a_success_hints_count_again(clock: FakeClock) -> None:
     desk.run(1.7, (1.2, lambda: desk.claimer.hint("emails")))
     assert len(desk.times) >= 3
     assert any(1.2 <= at <= 1.21 for at in desk.times)
+
+
+def claims_around_a_recovery(clock: FakeClock, failure: ApiUnavailable) -> tuple[float, float]:
+    """The last claim that failed and the next one, when something else works again 100 s after the begin."""
+    desk = Desk(clock)
+
+    def answer(*_: object, **__: object) -> Claim:
+        if clock() - desk.begun < 100.0:
+            raise failure
+        return NONE
+
+    desk.api.script("claim", answer)
+    desk.run(140.0, (100.0, lambda: desk.events.emit(ApiRecovered("heartbeat", 9))))
+    return max(at for at in desk.times if at < 100.0), min(at for at in desk.times if at >= 100.0)
+
+
+def test_when_the_service_answers_again_no_claim_waits_out_its_back_off(clock: FakeClock) -> None:
+    _, after = claims_around_a_recovery(clock, DOWN)
+    assert after <= 100.0 + BACKOFF_FIRST_S + 1e-6
+
+
+def test_what_the_service_has_asked_for_is_waited_for_all_the_same(clock: FakeClock) -> None:
+    before, after = claims_around_a_recovery(clock, ApiUnavailable("HTTP 503", retry_after_s=30.0))
+    assert after >= before + 30.0 - 1e-6
 
 
 def test_a_hint_does_not_open_a_closed_gate(clock: FakeClock) -> None:
