@@ -557,10 +557,16 @@ def test_what_was_changed_in_the_program_is_put_back(programs: Programs) -> None
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         r, s = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(s)
-        def look():
+        def masks():
             status = pathlib.Path("/proc/self/status").read_text()
-            masks = [line for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
-            return kernel.is_child_subreaper(), masks, setproctitle.getproctitle(), dict(os.environ), os.getcwd()
+            lines = [line.split() for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
+            # 32 and 33 are glibc's own (nptl(7)): it catches them from the first thread on
+            return [(name, int(mask, 16) & ~(0b11 << 31)) for name, mask in lines]
+        def look():
+            return {
+                "subreaper": kernel.is_child_subreaper(), "masks": masks(), "title": setproctitle.getproctitle(),
+                "environ": dict(os.environ), "cwd": os.getcwd(),
+            }
         before = look()
         def inside(e):
             say(kernel.is_child_subreaper(), os.stat("/proc/self/mem").st_uid == os.getuid())
@@ -575,9 +581,11 @@ def test_what_was_changed_in_the_program_is_put_back(programs: Programs) -> None
         fds = set(os.listdir("/proc/self/fd"))
         w.start()
         client.close()
-        say(look() == before, set(os.listdir("/proc/self/fd")) - fds, signal.set_wakeup_fd(-1) == s)
+        after = look()
+        say({what: (before[what], after[what]) for what in before if before[what] != after[what]})
+        say(set(os.listdir("/proc/self/fd")) - fds, signal.set_wakeup_fd(-1) == s)
     """)
-    assert lines == ["True True", "0", "[None, True]", "True set() True"]
+    assert lines == ["True True", "0", "[None, True]", "{}", "set() True"]
 
 
 def test_when_the_program_is_killed_everything_goes_with_it(programs: Programs) -> None:
