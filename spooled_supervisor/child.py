@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from spooled_supervisor import childmetrics, frames, kernel
+from spooled_supervisor import cgroups, childmetrics, frames, kernel
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority, raised_oom_score
@@ -95,6 +95,7 @@ class Child:
         self._abort_waits = False  # the abort signal came while no job was running
         self._is_taking = False  # the job pipe is being read for aborts
         self._leaving = False
+        self._cgroup_error = ""
         self._log_rate: LineRate | None = None  # made by the first line: an idle child should own little
         self._runner: asyncio.Runner | None = None
         self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=settings.kills_leftovers)
@@ -127,7 +128,7 @@ class Child:
         except BaseException as error:
             self.send(frames.BootFailed(clip_text(f"on_child_start failed: {describe_error(error)}")))
             return EXIT_BOOT_FAILED
-        self.send(frames.Hello(self._slot, self._settings.generation, os.getpid()))
+        self.send(frames.Hello(self._slot, self._settings.generation, os.getpid(), self._cgroup_error))
         self._metrics.report()
         self._set_title("idle")
         while (job := self._next_job()) is not None:
@@ -210,7 +211,18 @@ class Child:
         if not isinstance(frame, frames.Adopted):
             return False
         kernel.set_parent_death_signal(signal.SIGKILL)
-        return os.getppid() == frame.supervisor_pid
+        if os.getppid() != frame.supervisor_pid:
+            return False
+        if frame.cgroup:
+            self._join_cgroup(os.fsdecode(frame.cgroup))
+        return True
+
+    def _join_cgroup(self, directory: str) -> None:
+        """Before hooks and jobs, so that all they start is born there. Without it we go on all the same."""
+        try:
+            cgroups.join(directory)
+        except OSError as error:
+            self._cgroup_error = clip_text(safe_text(f"{directory}: {error.strerror}"))
 
     def _start(self) -> None:
         self._set_title("starting")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from spooled_supervisor import exits, frames
 from spooled_supervisor.child import ABORT_SIGNAL, STACK_SIGNAL
+from spooled_supervisor.childcgroups import ChildCgroup
 from spooled_supervisor.errors import ProtocolError
 from spooled_supervisor.forkclient import STACK_BYTES, NewBorn
 from spooled_supervisor.job import Job, Outcome
@@ -70,6 +71,7 @@ class ChildLink:
         born: NewBorn,
         *,
         born_at: float,
+        cgroup: ChildCgroup | None = None,
         on_message: Callable[[ChildLink, frames.FromChild], None],
         on_broken: Callable[[ChildLink, str, bool], None],
         on_exit: Callable[[ChildLink], None],
@@ -80,6 +82,7 @@ class ChildLink:
         self.generation = born.generation
         self.pid = born.pid
         self.born_at = born_at
+        self.cgroup = cgroup  # its own, if it has one
         self.state = ChildState.STARTING
         self.deadline: float | None = None  # of the state it is in
         self.run: Run | None = None

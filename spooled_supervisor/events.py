@@ -83,6 +83,22 @@ class PressureFell(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CgroupDelegated(Event):
+    """Every child gets a cgroup of its own in this directory. `memory`: its memory can be limited there."""
+
+    directory: str
+    memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupFailed(Event):
+    """A delegated cgroup cannot be used, or not for all; children go on without. Told once until it works again."""
+
+    level: ClassVar[int] = WARNING
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorStopped(Event):
     """The last event. `unsettled` jobs are left to their lease."""
 
@@ -204,7 +220,7 @@ class ForkFailed(Event):
 class ChildKilled(Event):
     """SIGKILL went to its whole family, `descendants` of them below it.
 
-    `reason`: timeout, lease_lost, shutdown, operator, boot, protocol, unresponsive, exit.
+    `reason`: timeout, lease_lost, shutdown, operator, boot, protocol, unresponsive, exit, memory.
     """
 
     level: ClassVar[int] = WARNING
@@ -218,7 +234,7 @@ class ChildKilled(Event):
 
 @dataclass(frozen=True, slots=True)
 class ChildExited(Event):
-    """Reaped. `reason` tells why it left: crash, killed, recycled, reload, scale, shutdown, terminated, boot."""
+    """Reaped. `reason` tells why it left: crash, recycle, reload, scale, shutdown, terminated, boot, memory, ..."""
 
     slot: int
     generation: int

@@ -17,6 +17,10 @@ from spooled_supervisor.errors import EX_OK, EX_USAGE, ConfigError, SupervisorEr
 
 FILES = {
     "systemd-unit": ("spooled-supervisor.service", "the unit, to /etc/systemd/system/spooled-supervisor.service"),
+    "systemd-child-cgroups": (
+        "child-cgroups.conf",
+        "a drop-in for a control group per child, to /etc/systemd/system/spooled-supervisor.service.d",
+    ),
     "config": ("spooled-supervisor.toml", "the configuration with all options, to /etc/spooled/supervisor.toml"),
     "alert-rules": ("alert-rules.yml", "alerts and recording rules, to a directory in Prometheus's rule_files"),
     "grafana-dashboard": ("grafana-dashboard.json", "a dashboard, for Grafana's import"),

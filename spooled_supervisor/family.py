@@ -21,7 +21,16 @@ from pathlib import Path
 
 from spooled_supervisor.exits import is_over
 from spooled_supervisor.hunt import BUDGET_S, HIDDEN_NAME, Hunt, send
-from spooled_supervisor.processes import Stat, all_pids, descendants, has_environment, look_around, read_file, read_stat
+from spooled_supervisor.processes import (
+    Stat,
+    all_pids,
+    descendants,
+    has_environment,
+    look_around,
+    read_file,
+    read_stat,
+    write_file,
+)
 from spooled_supervisor.timing import now
 
 MARKER = "SPOOLED_SUPERVISOR_STATE"
@@ -64,8 +73,10 @@ def kill_family(pid: int, pidfd: int, *, cgroup: Path | None = None) -> int:
     if is_over(pidfd):
         return 0
     send(pidfd, signal.SIGSTOP)
-    killed = _kill_cgroup(cgroup, pid) if cgroup is not None else None
-    if killed is None:
+    struck = _strike_cgroup(cgroup) if cgroup is not None else None
+    if struck is not None and any(stat.pid == pid for stat in struck):
+        killed = len(struck) - 1
+    else:  # no cgroup, or it cannot be killed, or the child is not in it
         hunt = Hunt(pid)
         stop_by = now() + STOP_WAIT_S
         hunt.run(lambda: _is_halted(pid) or now() > stop_by)
@@ -97,18 +108,23 @@ def _is_halted(pid: int) -> bool:
     return stat is None or stat.is_zombie or stat.state in "Tt"
 
 
-def _kill_cgroup(cgroup: Path, pid: int) -> int | None:
-    """The number of others than `pid` that were alive in it; None if the kernel (before 5.14) or its owner says no."""
+def kill_cgroup(cgroup: Path) -> Swept:
+    """SIGKILL whoever is in this cgroup (v2) or below it. Nobody if the kernel (before 5.14) or its owner says no."""
+    struck = _strike_cgroup(cgroup) or []
+    return Swept(len(struck), len(struck), 0, len(struck), _some([stat.name for stat in struck]))
+
+
+def _strike_cgroup(cgroup: Path) -> list[Stat] | None:
+    """Who was alive in it; None if it cannot be killed."""
     members: set[int] = set()
     try:
         for procs in cgroup.rglob("cgroup.procs"):
             members.update(map(int, read_file(str(procs)).split()))
-        stats = [read_stat(member) for member in members - {pid}]
-        with (cgroup / "cgroup.kill").open("r+b", buffering=0) as switch:  # "r+": never makes a file
-            switch.write(b"1")
+        stats = [read_stat(member) for member in members]
+        write_file(str(cgroup / "cgroup.kill"), "1")
     except OSError:
         return None
-    return sum(stat is not None and not stat.is_dying for stat in stats)
+    return [stat for stat in stats if stat is not None and not stat.is_dying]
 
 
 # --- orphans ---------------------------------------------------------------------------------------------------------
@@ -277,7 +293,7 @@ def lower_priority(nice: int, oom_score: int) -> list[str]:
         refused.append(f"nice: {e}")
     for path, value in (("/proc/self/autogroup", max(-20, min(19, nice))), ("/proc/self/oom_score_adj", oom_score)):
         try:
-            _write(path, value)
+            write_file(path, str(value))
         except OSError as e:
             refused.append(f"{path}: {e}")
     return refused
@@ -289,11 +305,3 @@ def raised_oom_score() -> int:
         return min(1000, int(read_file("/proc/self/oom_score_adj")) + OOM_SCORE_RAISE)
     except (OSError, ValueError):
         return OOM_SCORE_RAISE
-
-
-def _write(path: str, value: int) -> None:
-    fd = os.open(path, os.O_WRONLY)  # and not `open`, which may meet the error only in a destructor
-    try:
-        os.write(fd, str(value).encode())
-    finally:
-        os.close(fd)

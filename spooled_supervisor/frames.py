@@ -44,9 +44,13 @@ class _Message(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Adopted(_Message, frozen=True, array_like=True, tag=1):
-    """The first frame: the supervisor has this child in its books. Only now PDEATHSIG may be armed."""
+    """The first frame: the supervisor has this child in its books. Only now PDEATHSIG may be armed.
+
+    `cgroup` is the directory of the control group to join, as the file system spells it; empty if there is none.
+    """
 
     supervisor_pid: int
+    cgroup: bytes = b""
 
 
 class RunJob(_Message, frozen=True, array_like=True, tag=2):
@@ -78,11 +82,12 @@ ToChild = Adopted | RunJob | Abort | Leave
 
 
 class Hello(_Message, frozen=True, array_like=True, tag=1):
-    """Ready for the first job."""
+    """Ready for the first job. `cgroup_error`: why it is not in the control group that it was to join."""
 
     slot: int
     generation: int
     pid: int
+    cgroup_error: Text = ""
 
 
 class BootFailed(_Message, frozen=True, array_like=True, tag=2):

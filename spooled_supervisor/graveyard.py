@@ -1,5 +1,7 @@
 """What happens after a child is dead: its orphans are killed and reaped, and only then is its run over.
 
+Where the child had a cgroup of its own, whoever is left in it is killed there, and it is removed when it is empty.
+
 A process that became ours and that nobody knows is a job's orphan, unless a fork is open: then it may be the child that
 the fork server is about to name, and looking waits. SIGCHLD is only a hint; whoever is still dying is looked at again.
 Never `waitpid(-1)`: known children are reaped by their owner, strangers by number.
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from spooled_supervisor import events as ev
 from spooled_supervisor import family
+from spooled_supervisor.childcgroups import ChildCgroup
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.events import Events
 from spooled_supervisor.timing import now
@@ -43,6 +46,7 @@ class Graveyard:
         self._on_over = on_over
         self._foreign = frozenset(family.strangers(()))  # our children from before: a container's entry script's, say
         self._buried: list[Run] = []
+        self._cgroups: list[ChildCgroup] = []
         self._timer: asyncio.TimerHandle | None = None
         self._wait_until = 0.0
         self._loop = asyncio.get_running_loop()
@@ -54,6 +58,11 @@ class Graveyard:
     def bury(self, run: Run) -> None:
         """Its child is dead: it is over as soon as no orphan is left."""
         self._buried.append(run)
+
+    def clear(self, cgroup: ChildCgroup) -> None:
+        """Its child is dead, or not in it: nobody may live there, and it is removed."""
+        self._cgroups.append(cgroup)
+        self.hint()
 
     def sweep_soon(self) -> None:
         """A child has died."""
@@ -68,12 +77,12 @@ class Graveyard:
     def sweep(self) -> None:
         """Look for orphans now, unless a fork is open; who opened it calls again when it is not."""
         self._cancel_timer()
+        self._clear_cgroups()
         if self._is_fork_open():
             return
         swept = family.sweep(self._foreign.union(self._known()), kill=True, ours=self._ours)
-        if swept.found:
-            self._events.emit(ev.OrphansKilled(swept.found, swept.names))
-        if swept.left:
+        self._tell(swept)
+        if swept.left or self._cgroups:
             self._timer = self._loop.call_later(LOOK_AGAIN_S, self.sweep)
             if now() < self._wait_until:
                 return
@@ -83,9 +92,19 @@ class Graveyard:
         if buried:
             self._on_over(buried)
 
+    def _clear_cgroups(self) -> None:
+        self._cgroups = [cgroup for cgroup in self._cgroups if not cgroup.remove()]
+        for cgroup in self._cgroups:
+            self._tell(family.kill_cgroup(cgroup.path))
+
+    def _tell(self, swept: family.Swept) -> None:
+        if swept.found:
+            self._events.emit(ev.OrphansKilled(swept.found, swept.names))
+
     def close(self) -> None:
         """Kill and reap what is there, for the last time."""
         self._cancel_timer()
+        self._clear_cgroups()
         give_up_at = now() + (0.0 if self._kin is None else WAIT_LIMIT_S)  # a program that goes on must keep no zombies
         while family.sweep(self._foreign, kill=True, ours=self._ours).left and now() < give_up_at:
             time.sleep(LOOK_AGAIN_S / 10)

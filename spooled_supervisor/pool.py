@@ -25,6 +25,7 @@ from typing import Any, assert_never
 
 from spooled_supervisor import events as ev
 from spooled_supervisor import exits, family, frames
+from spooled_supervisor.childcgroups import ChildCgroups
 from spooled_supervisor.childlink import ChildLink, Run
 from spooled_supervisor.config import PoolConfig
 from spooled_supervisor.errors import ProtocolError
@@ -68,6 +69,7 @@ class Pool:
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         on_metrics: Callable[[int, int, int, bytes], None] = lambda slot, generation, pid, report: None,
         kin: family.Kin | None = None,
+        cgroups: ChildCgroups | None = None,
     ) -> None:
         self._config = config
         self._keeper = keeper
@@ -77,6 +79,7 @@ class Pool:
         self._on_change = on_change
         self._spawn = spawn
         self._kin = kin  # in a program that has other children
+        self._cgroups = ChildCgroups(events) if cgroups is None else cgroups
         self._on_metrics = on_metrics  # slot, generation, pid of the child, and its report
         self._slots = [Slot(index) for index in range(config.procs)]
         self._children: dict[int, ChildLink] = {}  # by pid, until reaped
@@ -96,6 +99,8 @@ class Pool:
             on_over=self._on_buried,
             kin=kin,
         )
+        for leftover in self._cgroups.leftovers():
+            self._graveyard.clear(leftover)
         self._loop = asyncio.get_running_loop()
         self._all_gone = asyncio.Event()  # no child is left to be reaped
         self._all_gone.set()
@@ -209,8 +214,7 @@ class Pool:
         for child in self.children:
             run = child.run
             if run is not None and rss_private(child.pid) - run.base_memory_bytes > limit_bytes:
-                text = f"the job needs more memory than --child-memory-limit {limit_bytes} bytes allows"
-                _decide(run, Failed(text))
+                _decide(run, Failed(_too_much_memory(limit_bytes)))
                 self._kill(child, "memory")
 
     async def close(self) -> None:
@@ -354,6 +358,7 @@ class Pool:
         child = ChildLink(
             born,
             born_at=now(),
+            cgroup=self._cgroups.make(born.slot, born.pid),
             on_message=self._on_message,
             on_broken=self._on_broken,
             on_exit=self._on_exit,
@@ -368,7 +373,7 @@ class Pool:
             slot.successor = child
         child.deadline = child.born_at + self._config.boot_timeout_s
         child.jobs_limit = _jittered_limit(self._config.max_jobs_per_child)
-        child.send(frames.Adopted(os.getpid()))
+        child.send(frames.Adopted(os.getpid(), b"" if child.cgroup is None else os.fsencode(child.cgroup.path)))
         self._events.emit(ev.ChildStarted(slot.index, child.generation, child.pid))
         if not self._is_replacing:
             self._ask_to_leave(child, "shutdown")
@@ -384,6 +389,8 @@ class Pool:
         run.slot = child.slot
         if self._config.child_memory_limit_bytes is not None:
             run.base_memory_bytes = rss_private(child.pid)  # what earlier jobs have left there is not its fault
+        if child.cgroup is not None:
+            self._cgroups.begin_job(child.cgroup)
         child.output.begin()  # what was said before is not this job's
         child.run = run
         child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)
@@ -444,7 +451,8 @@ class Pool:
         self._vacate(child)
         if self._kin is not None:
             self._kin.strike(child.pid)
-        descendants = family.kill_family(child.pid, child.pidfd)
+        cgroup = None if child.cgroup is None else child.cgroup.path
+        descendants = family.kill_family(child.pid, child.pidfd, cgroup=cgroup)
         job_id = None if run is None else run.job.id
         self._events.emit(ev.ChildKilled(child.slot, child.generation, child.pid, reason, job_id, descendants))
 
@@ -508,6 +516,9 @@ class Pool:
         if child.ready_at is not None:
             raise ProtocolError("it said hello twice")
         child.ready_at = now()
+        if hello.cgroup_error:
+            self._cgroups.failed(hello.cgroup_error)
+            self._clear_cgroup(child)
         if child.state is ChildState.KILLED:
             return
         child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)
@@ -644,7 +655,9 @@ class Pool:
         child.output.drain()  # while its lines are still this job's
         run, child.run = child.run, None
         tail = child.output.tail
-        cause = self._cause(child, exits.decode(reaped.status))
+        exit = exits.decode(reaped.status)
+        cause = self._cause(child, exit)
+        self._blame_limit(child, run, exit)
         was_booting = child.ready_at is None
         child.advance(ChildEvent.EXITED)
         del self._children[child.pid]
@@ -661,6 +674,7 @@ class Pool:
             self._blame_boot(place, child, cause, tail)
         if run is not None:
             self._bury(run, cause, tail)
+        self._clear_cgroup(child)
         self._graveyard.sweep_soon()
         self._on_change()
 
@@ -668,13 +682,37 @@ class Pool:
         """Why it ended, in words that a person can act on."""
         words = exit.words()
         if exit.signal == "SIGKILL" and child.kill_reason is None:
-            count = self._oom.read()
-            proof = self._oom.words(self._oom_count, count)
-            self._oom_count = count
+            proof = self._proof_of_oom(child)
             return f"{words}; {proof}" if proof else words
         if child.broken is not None and child.kill_reason == "protocol":
             return f"{words}; {child.broken}"
         return words
+
+    def _proof_of_oom(self, child: ChildLink) -> str:
+        """Exact where the child has a cgroup that counts; else another one's death may be what was counted."""
+        before, self._oom_count = self._oom_count, self._oom.read()
+        if child.cgroup is None or not child.cgroup.has_memory:
+            return self._oom.words(before, self._oom_count)
+        kills = child.cgroup.oom_kills()
+        if child.cgroup.has_hit_its_limit():
+            return f"its own memory limit was hit (oom_kill 0 -> {kills})"
+        return self._oom.words(0, kills)
+
+    def _blame_limit(self, child: ChildLink, run: Run | None, exit: exits.Exit) -> None:
+        """The kernel has killed it for its own memory limit: that is told as if the watch had done it."""
+        limit = self._config.child_memory_limit_bytes
+        is_by_kernel = exit.signal == "SIGKILL" and child.kill_reason is None
+        if limit is None or not is_by_kernel or child.cgroup is None or not child.cgroup.has_hit_its_limit():
+            return
+        child.kill_reason = "memory"
+        if run is not None and run.started_at is not None:
+            kills = child.cgroup.oom_kills()
+            _decide(run, Failed(f"{_too_much_memory(limit)}; the kernel killed it (oom_kill 0 -> {kills})"))
+
+    def _clear_cgroup(self, child: ChildLink) -> None:
+        if child.cgroup is not None:
+            self._graveyard.clear(child.cgroup)
+            child.cgroup = None
 
     def _tell_exit(self, child: ChildLink, reaped: exits.Reaped, cause: str) -> None:
         exit = exits.decode(reaped.status)
@@ -754,6 +792,10 @@ def _decide(run: Run, verdict: Outcome | None, *, is_lost: bool = False) -> None
     run.is_lost = run.is_lost or is_lost
     if run.verdict is None:
         run.verdict = verdict
+
+
+def _too_much_memory(limit_bytes: int) -> str:
+    return f"the job needs more memory than --child-memory-limit {limit_bytes} bytes allows"
 
 
 def _outcome(run: Run, answer: frames.Answer) -> Outcome:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from spooled_supervisor.resources import memory_cgroup
+from spooled_supervisor.cgroups import memory_cgroup
 
 LOOK_INTERVAL_S = 1.0
 

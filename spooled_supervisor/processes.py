@@ -187,3 +187,15 @@ def read_file(path: str) -> bytes:
         return whole
     finally:
         os.close(fd)
+
+
+def write_file(path: str, text: str) -> None:
+    """Write to a file that is there, in one call, as the kernel's own files want it. Raises OSError.
+
+    `open` may meet the error only in a destructor, where it is lost.
+    """
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,6 +1,6 @@
 """Figures: CPU and memory of the whole family, their limits, and the host's, as the worker heartbeat shows them.
 
-Limits come from our own control group, v2 or v1 (cgroups(7)), wherever it is mounted; so does the proof of an OOM kill.
+Limits come from our own control group, v2 or v1 (`cgroups.py`); so does the proof of an OOM kill.
 What cannot be read is None and never an exception: under ProcSubset=pid (systemd.exec(5)) /proc has no host figures.
 psutil is imported on first use only, as children import this package and must not pay for it. No clock is read here.
 """
@@ -8,11 +8,11 @@ psutil is imported on first use only, as children import this package and must n
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from spooled_supervisor.cgroups import memory_cgroup, read_fields, read_number
 from spooled_supervisor.processes import descendants, read_file, read_stat
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -25,52 +25,13 @@ _V1_UNLIMITED = 1 << 60
 # --- the control group -----------------------------------------------------------------------------------------------
 
 
-def memory_cgroup(root: Path = Path("/")) -> list[Path]:
-    """The directories of our memory cgroup, innermost first, up to its mount; empty if there is none to see."""
-    try:
-        memberships = _text(root / "proc/self/cgroup").splitlines()
-        mounts = _text(root / "proc/self/mountinfo").splitlines()
-    except OSError:
-        return []
-    paths = dict(line.split(":", 2)[1:] for line in memberships if line.count(":") >= 2)
-    for controllers, path in paths.items():
-        if "memory" in controllers.split(","):
-            return _directories(root, path, (line for line in mounts if _is_mount(line, "cgroup", "memory")))
-    return _directories(root, paths.get("", "/"), (line for line in mounts if _is_mount(line, "cgroup2")))
-
-
-def _is_mount(line: str, fs_type: str, option: str | None = None) -> bool:
-    """mountinfo: `36 35 98:0 /root /mount/point rw,noatime master:1 - type source super,options` (proc(5))."""
-    _, _, tail = line.partition(" - ")
-    fields = tail.split()
-    return len(fields) >= 3 and fields[0] == fs_type and (option is None or option in fields[2].split(","))
-
-
-def _directories(root: Path, path: str, mounts: Iterable[str]) -> list[Path]:
-    for line in mounts:
-        mounted, mount_point = (_unescape(field) for field in line.split()[3:5])
-        top = root / mount_point.lstrip("/")
-        # In a container without a cgroup namespace the mount shows a part of the hierarchy only. A path outside of it
-        # ("/..": we were moved in from elsewhere) cannot be followed; the mount's own top is the nearest that we see.
-        inside = path.startswith(mounted.rstrip("/") + "/") or path == mounted
-        below = [part for part in path[len(mounted) :].split("/") if part] if inside else []
-        if ".." in below:
-            below = []
-        return [top.joinpath(*below[:depth]) for depth in range(len(below), -1, -1)]
-    return []
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
-
-
 def memory_limit(root: Path = Path("/")) -> int | None:
     """The bytes that the strictest cgroup above us allows, None if none does."""
     limits = [
         limit
         for directory in memory_cgroup(root)
         for name in ("memory.max", "memory.limit_in_bytes")
-        if (limit := _number(directory / name)) is not None and limit < _V1_UNLIMITED
+        if (limit := read_number(directory / name)) is not None and limit < _V1_UNLIMITED
     ]
     return min(limits, default=None)
 
@@ -90,7 +51,7 @@ class OomCounter:
         """The count; None where the kernel has none for us (before 4.13, or in the root cgroup of v2)."""
         for directory in self._own:
             for name in ("memory.events", "memory.oom_control"):
-                count = _field(directory / name, "oom_kill")
+                count = read_fields(directory / name).get("oom_kill")
                 if count is not None:
                     return count
         return None
@@ -233,32 +194,6 @@ def read_host() -> Host:
 
 def _percent(share: float) -> float:
     return round(min(100.0, max(0.0, share * 100.0)), 2)
-
-
-def _text(path: Path) -> str:
-    return read_file(str(path)).decode("utf-8", "surrogateescape")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(_text(path))
-    except (OSError, ValueError):  # not there, or the word "max"
-        return None
-
-
-def _field(path: Path, name: str) -> int | None:
-    """A number out of a file of lines `name number`."""
-    try:
-        return next(_values(_text(path), name), None)
-    except (OSError, ValueError):
-        return None
-
-
-def _values(text: str, name: str) -> Iterator[int]:
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            yield int(value)
 
 
 def rss_private(pid: int) -> int:

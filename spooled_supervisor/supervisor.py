@@ -31,6 +31,7 @@ from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.api.transports import BothApi, make_api
 from spooled_supervisor.checking import preload
+from spooled_supervisor.childcgroups import ChildCgroups
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.claiming import Claimer
 from spooled_supervisor.commands import Commands
@@ -178,6 +179,10 @@ class Supervisor:
             endpoints = Endpoints(host, port, snapshot=self.snapshot, metrics=metrics, log=self._log)
             await stack.enter_async_context(endpoints)
         self._outbox = stack.enter_context(self._make_outbox())
+        self._cgroups = ChildCgroups(self._events, memory_limit_bytes=config.pool.child_memory_limit_bytes)
+        stack.callback(self._cgroups.close)
+        if self._guest is None:  # a program that is not ours stays where it is
+            self._cgroups.open()
         self._kill_survivors()
         # In the end, whatever it was: what the app has started while it was imported is nobody's child or orphan.
         stack.callback(family.kill_marked, str(self._state.path))
@@ -227,6 +232,7 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
+        killed += sum(family.kill_cgroup(cgroup.path).killed for cgroup in self._cgroups.leftovers())
         killed += family.kill_marked(str(self._state.path)).killed
         self._outbox.forget_survivors()
         if killed:
@@ -280,6 +286,7 @@ class Supervisor:
             spawn=self._spawn,
             on_metrics=metrics.children.take,
             kin=None if self._guest is None else self._guest.kin,
+            cgroups=self._cgroups,
         )
         self._claimer = self._make_claimer(api)
         self._breakers = {name: queue.breaker for name, queue in self._claimer.queues.items()}

@@ -52,10 +52,10 @@ JOB_BOUNDS_S = (*SHORT_BOUNDS_S, 120, 300, 600, 1800, 3600, 7200, 14400, 43200)
 LAG_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
 
 LEFT_FOR_GOOD = frozenset({"scale", "shutdown"})  # reasons to exit after which no child takes the place
-KILL_REASONS = ("boot", "exit", "lease_lost", "operator", "protocol", "shutdown", "timeout", "unresponsive")
+KILL_REASONS = ("boot", "exit", "lease_lost", "memory", "operator", "protocol", "shutdown", "timeout", "unresponsive")
 RESTART_REASONS = (
     *(reason for reason in KILL_REASONS if reason not in LEFT_FOR_GOOD),
-    *("aborted", "crash", "isolation", "jobs", "memory", "recycle", "reload", "terminated", "thread", "descriptors"),
+    *("aborted", "crash", "isolation", "jobs", "recycle", "reload", "terminated", "thread", "descriptors"),
 )
 RENEWAL_RESULTS = ("expired", "lost", "ok", "unavailable")
 FAILURE_KINDS = ("crashed", "failed", "released", "timed_out")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from spooled_supervisor import exits, family, hunt, kernel, processes, resources
+from spooled_supervisor import cgroups, exits, family, hunt, kernel, processes, resources
 
 pytestmark = pytest.mark.alone
 
@@ -757,7 +757,7 @@ say(host=[host.cpu_percent, host.memory_percent], load=host.load_1m is not None,
 
 
 def test_oom_kill_is_proved_by_the_counter_of_the_cgroup() -> None:
-    own = next(iter(resources.memory_cgroup()), None)
+    own = next(iter(cgroups.memory_cgroup()), None)
     if own is None:
         pytest.skip("no memory cgroup of our own")
     cgroup = own / f"family-test-{os.getpid()}"

@@ -120,12 +120,3 @@ def sandbox(ctx: JobContext, run: Run) -> Any:
         "forbidden": {name: outcome(act) for name, act in forbidden.items()},
         "allowed": {name: outcome(act) for name, act in allowed.items()},
     }
-
-
-@mode
-def exhaust_memory(ctx: JobContext, run: Run) -> Any:
-    """Grow until somebody says no."""
-    block = bytearray()
-    while True:
-        block += b"x" * (1 << 20)
-        run.tick()

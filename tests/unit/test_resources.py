@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from spooled_supervisor import resources
-from spooled_supervisor.resources import FamilyUsage, OomCounter, memory_cgroup, memory_limit
+from spooled_supervisor.cgroups import memory_cgroup
+from spooled_supervisor.resources import FamilyUsage, OomCounter, memory_limit
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712

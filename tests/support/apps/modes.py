@@ -336,6 +336,27 @@ def allocate(ctx: JobContext, run: Run) -> Any:
 kept: list[bytearray] = []
 
 
+@mode
+def exhaust_memory(ctx: JobContext, run: Run) -> Any:
+    """Grow to half a gigabyte and keep that; with `helper` it is a process that the job has started."""
+    if ctx.payload.get("helper"):
+        if (pid := os.fork()) == 0:
+            grow(run)
+        os.waitpid(pid, 0)
+        return "outlived its helper"
+    return grow(run)
+
+
+def grow(run: Run) -> NoReturn:
+    block = bytearray()
+    while len(block) < 512 << 20:
+        block += b"x" * (1 << 20)
+        run.tick()
+    while True:
+        run.tick()
+        time.sleep(0.01)
+
+
 # --- results -------------------------------------------------------------------------------------------------------
 
 
