@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -291,15 +292,17 @@ def test_kernel_enforces_the_memory_limit_for_the_whole_family(site: Site, deleg
         neighbour = site.add("spin", seconds=3.0)
         beside = worker.ledger.wait_for("start", job=neighbour)[0]["pid"]
         error = site.error("exhaust_memory")
+        # A process that dies with its group may be counted for itself and for the group (mm/oom_kill.c).
         text = f"the job needs more memory than --child-memory-limit {64 * MIB} bytes allows; the kernel killed it"
-        assert error == f"{text} (oom_kill 0 -> 1)"
+        assert re.fullmatch(rf"{text} \(oom_kill 0 -> [12]\)", error)
         assert not worker.events("child_killed"), "it was not the watch"
         exited = worker.wait_for_event("child_exited", reason="memory")
         assert "its own memory limit was hit" in exited["cause"]
         assert site.end(neighbour)["status"] == "completed"
         assert beside in worker.children()
         assert worker.wait_for_event("job_failed")["kind"] == "failed"
-        assert site.error("exhaust_memory", helper=True) == error, "what it starts counts, and dies with it"
+        of_helper = site.error("exhaust_memory", helper=True)
+        assert of_helper.startswith(text), "what it starts counts, and dies with it"
 
 
 # --- the module, in a process of its own ------------------------------------------------------------------------

@@ -18,14 +18,16 @@ from spooled_supervisor.frames import Decoder, FromChild, FromForkServer, ToChil
 from spooled_supervisor.job import MAX_RESULT_BYTES
 
 GOLDEN: list[tuple[ToChild | FromChild, str]] = [
-    (frames.Adopted(4711), "0500000092 01 cd1267"),
+    (frames.Adopted(4711), "0700000093 01 cd1267 c400"),
+    (frames.Adopted(4711, b"/a\xff"), "0a00000093 01 cd1267 c4032f61ff"),
     (
         frames.RunJob(7, "job-1", "emails", b'{"a":1}', 2, 3, 60.0),
         "2400000098 02 07 a56a6f622d31 a6656d61696c73 c4077b2261223a317d 02 03 cb404e000000000000",
     ),
     (frames.Abort(7, "timeout"), "0b00000093 03 07 a774696d656f7574"),
     (frames.Leave(), "0200000091 04"),
-    (frames.Hello(3, 2, 4711), "0700000094 01 03 02 cd1267"),
+    (frames.Hello(3, 2, 4711), "0800000095 01 03 02 cd1267 a0"),
+    (frames.Hello(3, 2, 4711, "no"), "0a00000095 01 03 02 cd1267 a26e6f"),
     (frames.BootFailed("no database"), "0e00000092 02 ab6e6f206461746162617365"),
     (frames.Started(7), "0300000092 03 07"),
     (frames.Progress(7, 12.5, None), "0d00000094 04 07 cb4029000000000000 c0"),

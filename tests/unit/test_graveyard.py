@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from spooled_supervisor import family, graveyard
+from spooled_supervisor.childcgroups import ChildCgroup
 from spooled_supervisor.childlink import Run
 from spooled_supervisor.events import Events, OrphansKilled
 from spooled_supervisor.family import Swept
@@ -179,6 +181,94 @@ def test_a_look_that_comes_sooner_replaces_the_hinted_one(play: Play) -> None:
         await asyncio.sleep(1.0)
 
     assert play(scene).times == [0.0]
+
+
+class Cgroup:
+    """Of a dead child: so many times somebody is still in it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, killed: list[Swept]) -> None:
+        self.path = Path("/cgroup")
+        self.killed = killed
+        self.tries = 0
+        monkeypatch.setattr(family, "kill_cgroup", self.kill)
+
+    def remove(self) -> bool:
+        self.tries += 1
+        return self.tries > len(self.killed)
+
+    def kill(self, path: Path) -> Swept:
+        assert path == self.path
+        return self.killed[self.tries - 1]
+
+
+def bury_with(yard: Yard, cgroup: Cgroup) -> None:
+    yard.graveyard.clear(cast(ChildCgroup, cgroup))
+    yard.die(1)
+
+
+def test_an_empty_cgroup_is_removed_at_once(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    cgroup = Cgroup(monkeypatch, [])
+
+    async def scene(yard: Yard) -> None:
+        bury_with(yard, cgroup)
+        await asyncio.sleep(1.0)
+
+    yard = play(scene)
+    assert (yard.over, cgroup.tries) == ([(0.0, [1])], 1)
+
+
+def test_whoever_is_left_in_a_cgroup_is_killed_and_holds_the_run_until_it_is_empty(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cgroup = Cgroup(monkeypatch, [Swept(2, 2, 0, 2, ("a", "b")), CLEAN])
+
+    async def scene(yard: Yard) -> None:
+        bury_with(yard, cgroup)
+        await asyncio.sleep(1.0)
+
+    yard = play(scene)
+    assert yard.over == [(2 * LOOK_AGAIN_S, [1])]
+    assert yard.recorded.all == [OrphansKilled(2, ("a", "b"))]
+    assert cgroup.tries == 3, "then nobody looks any more"
+
+
+def test_a_cgroup_is_cleared_while_a_fork_is_open(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody in it can be the child that is about to be named."""
+    cgroup = Cgroup(monkeypatch, [CLEAN])
+
+    async def scene(yard: Yard) -> None:
+        yard.forking = True
+        bury_with(yard, cgroup)
+        await asyncio.sleep(0)
+        assert (cgroup.tries, yard.sweeps) == (1, [])
+        yard.forking = False
+        yard.graveyard.sweep()
+        await asyncio.sleep(0)
+
+    assert play(scene).over == [(0.0, [1])]
+
+
+def test_a_cgroup_that_stays_populated_holds_no_outcome_for_ever(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    cgroup = Cgroup(monkeypatch, [CLEAN] * 10_000)
+
+    async def scene(yard: Yard) -> None:
+        bury_with(yard, cgroup)
+        await asyncio.sleep(3.0)
+
+    ((at, runs),) = play(scene).over
+    assert runs == [1]
+    assert WAIT_LIMIT_S <= at <= WAIT_LIMIT_S + 2 * LOOK_AGAIN_S
+
+
+def test_a_cgroup_without_a_death_is_cleared_soon(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    cgroup = Cgroup(monkeypatch, [])
+
+    async def scene(yard: Yard) -> None:
+        yard.graveyard.clear(cast(ChildCgroup, cgroup))
+        await asyncio.sleep(1.0)
+
+    assert play(scene).times == [LOOK_AGAIN_S]
+    assert cgroup.tries == 1
 
 
 def test_closing_sweeps_for_the_last_time_and_leaves_no_timer(play: Play) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from spooled_supervisor import resources
-from spooled_supervisor.cgroups import memory_cgroup
 from spooled_supervisor.resources import FamilyUsage, OomCounter, memory_limit
 
 GIB = 1 << 30
@@ -97,44 +96,7 @@ def test_no_proof_no_words(plant: Plant, before: int | None, after: int | None) 
     assert OomCounter(plant(v2(max=GIB))).words(before, after) == ""
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "mountinfo", "directories"),
-    [
-        ("0::/a/b", V2_MOUNT, ["a/b", "a", ""]),
-        ("0::/", V2_MOUNT, [""]),
-        # hybrid: memory is v1, whatever v2 says
-        ("4:memory:/m\n0::/u", V1_MOUNTS, ["memory/m", "memory"]),
-        # hybrid without memory in v1
-        ("2:cpu,cpuacct:/\n0::/u/v", V1_MOUNTS, ["unified/u/v", "unified/u", "unified"]),
-        # a container that sees the host's paths, and its own part of the hierarchy only
-        ("0::/docker/7f/x", V2_MOUNT.replace(" / /sys", " /docker/7f /sys"), ["x", ""]),
-        ("0::/docker/7f", V2_MOUNT.replace(" / /sys", " /docker/7f /sys"), [""]),
-        ("0::/docker/7f9", V2_MOUNT.replace(" / /sys", " /docker/7f /sys"), [""]),
-        # moved into a cgroup namespace from outside
-        ("0::/../../x", V2_MOUNT, [""]),
-        ("0::/a..b", V2_MOUNT, ["a..b", ""]),
-        # names with blanks, a colon, a backslash
-        ("0::/a:b c", V2_MOUNT, ["a:b c", ""]),
-        # nothing to see
-        ("", V2_MOUNT, [""]),
-        ("0::/a", "", []),
-        ("4:memory:/m\n0::/a", V2_MOUNT, []),
-        ("garbage", "garbage\n1 2\n - \n", []),
-    ],
-)
-def test_cgroup_directories(plant: Plant, cgroup: str, mountinfo: str, directories: list[str]) -> None:
-    root = plant({"proc/self/cgroup": cgroup, "proc/self/mountinfo": mountinfo})
-    assert memory_cgroup(root) == [root / "sys/fs/cgroup" / name for name in directories]
-
-
-def test_mount_point_with_a_blank(plant: Plant) -> None:
-    mountinfo = V2_MOUNT.replace("/sys/fs/cgroup", "/my\\040cgroup\\134s")
-    root = plant({"proc/self/cgroup": "0::/a", "proc/self/mountinfo": mountinfo})
-    assert memory_cgroup(root) == [root / "my cgroup\\s" / "a", root / "my cgroup\\s"]
-
-
 def test_without_proc_and_cgroup_nothing_is_known_and_nothing_raised(tmp_path: Path) -> None:
-    assert memory_cgroup(tmp_path) == []
     assert memory_limit(tmp_path) is None
     assert OomCounter(tmp_path).read() is None
 

@@ -211,6 +211,7 @@ def test_what_happened_is_counted(page: Page) -> None:
         ("crash", "crash"),
         ("recycle", "recycle"),
         ("boot", "boot"),
+        ("memory", "memory"),
         ("odd", "other"),
         ("scale", None),
         ("shutdown", None),
