@@ -2,8 +2,9 @@
 
 Found in /proc alone, wherever the hierarchies are mounted, and as far as the mounts show them. A part of version 2 is
 ours if it was delegated: systemd marks such a directory by an extended attribute (251 and newer; systemd's
-CGROUP_DELEGATION document), others give it to a user of their own (cgroups(7), "Delegation"). That root may write there
-means nothing: a tree has one writer, and where there is no mark that is somebody else.
+CGROUP_DELEGATION document), others give it to our user (cgroups(7), "Delegation"). A user's own systemd (252) gives all
+its directories to that user and marks none; in one where we are alone nobody else is disturbed. That root may write
+there means nothing: a tree has one writer, and where there is no mark that is somebody else.
 
 In a delegated directory we move to a leaf, as a directory with controllers for others has no processes of its own
 (cgroups(7), "no internal processes"). Whoever asks about our cgroup means the whole family, so the leaf is passed over.
@@ -39,15 +40,21 @@ def unified_cgroup(root: Path = Path("/")) -> list[Path]:
     """The same in version 2. Where we are in our own leaf, it begins with the delegated directory above."""
     paths, mounts = _look(root)
     found = _directories(root, paths.get("", "/"), (line for line in mounts if _is_mount(line, "cgroup2")))
-    return found[1:] if len(found) > 1 and found[0].name == LEAF and _is_delegated(found[1]) else found
+    if len(found) > 1 and found[0].name == LEAF and (_is_marked(found[1]) or _was_given_to_us(found[1])):
+        return found[1:]
+    return found
 
 
 def delegated(root: Path = Path("/")) -> Path | None:
     """The directory of version 2 below which we may make others; None if there is none, or it is read-only for us."""
-    for directory in unified_cgroup(root)[:1]:
-        if _is_delegated(directory) and os.access(directory, os.W_OK) and _are_we_in(directory):
-            return directory
-    return None
+    directory = next(iter(unified_cgroup(root)), None)
+    if directory is None or not os.access(directory, os.W_OK):
+        return None
+    members, us = _members(directory), str(os.getpid()).encode()
+    is_inside = us in members  # the nearest that a mount shows need not be where we are
+    is_alone = members == [us]
+    is_ours = (is_inside and _is_marked(directory)) or (is_alone and _was_given_to_us(directory))
+    return directory if is_ours else None
 
 
 def join(directory: str | os.PathLike[str]) -> None:
@@ -58,26 +65,27 @@ def join(directory: str | os.PathLike[str]) -> None:
     write_file(os.path.join(directory, "cgroup.procs"), "0")
 
 
-def _is_delegated(directory: Path) -> bool:
-    if any(_attribute(directory, mark) == b"1" for mark in MARKS):
-        return True
-    if _attribute(directory, OF_SYSTEMD) is not None:
-        return False
+def _is_marked(directory: Path) -> bool:
+    return any(_attribute(directory, mark) == b"1" for mark in MARKS)
+
+
+def _was_given_to_us(directory: Path) -> bool:
+    """To a user that is not root; and not by a systemd that marks its directories, but not this one."""
     user = os.geteuid()
     try:
         owners = {os.stat(directory / name).st_uid for name in ("", "cgroup.procs", "cgroup.subtree_control")}
     except OSError:
         return False
-    return user != 0 and owners == {user}
+    return user != 0 and owners == {user} and _attribute(directory, OF_SYSTEMD) is None
 
 
-def _are_we_in(directory: Path) -> bool:
-    """The nearest that a mount shows need not be where we are."""
+def _members(directory: Path) -> list[bytes]:
+    """Numbers of the processes in it and in our leaf."""
     members: list[bytes] = []
     for place in (directory, directory / LEAF):
-        with contextlib.suppress(OSError):  # no leaf yet
+        with contextlib.suppress(OSError):  # there is no leaf
             members += read_file(str(place / "cgroup.procs")).split()
-    return str(os.getpid()).encode() in members
+    return members
 
 
 def _attribute(directory: Path, name: str) -> bytes | None:

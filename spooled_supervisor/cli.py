@@ -20,7 +20,8 @@ usage: spooled-supervisor [run] [options]      run the daemon
        spooled-supervisor check [options]      report every problem of a configuration, start nothing
        spooled-supervisor status [options]     what runs now (--watch: again and again; --json)
        spooled-supervisor ctl COMMAND          quiet, resume, scale N, reload, recycle [SLOT], kill-job ID, stacks, stop
-       spooled-supervisor export FILE          systemd-unit, config, alert-rules, grafana-dashboard
+       spooled-supervisor export FILE          systemd-unit, systemd-child-cgroups, config, alert-rules,
+                                               grafana-dashboard
        spooled-supervisor COMMAND --help       the options of a command
        spooled-supervisor --version
 """
@@ -118,6 +119,7 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
 
     `--online` tries the key at the service as well.
     """
+    from spooled_supervisor import cgroups
     from spooled_supervisor import config as configuration
     from spooled_supervisor.checking import app_problems, online_problems
 
@@ -131,6 +133,11 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")
+    if config.pool.child_memory_limit_bytes is not None and cgroups.delegated() is None:
+        print(
+            "note: child_memory_limit is looked at twice a second; in a cgroup that is delegated to the daemon "
+            "(`export systemd-child-cgroups`) the kernel enforces it"
+        )
     queues = ", ".join(queue.name for queue in config.queues) or "all that the app has handlers for"
     print(f"ok: {config.app}, {config.pool.procs} children, {config.api.url}, queues: {queues}")
     return EX_OK

@@ -374,7 +374,7 @@ def test_delegation_to_another_user_counts_without_a_mark() -> None:
         assert (found, told) == ("None", []), "root is not the one to whom it was given"
         os.setxattr(cgroup, "user.invocation_id", b"0123456789abcdef0123456789abcdef")
         found, _ = run_in(cgroup, f"{OPEN}{become}say(str(cgroups.delegated()), 0)")
-        assert found == "None", "a unit of a user's own systemd, which has not delegated it"
+        assert found == "None", "a unit of a systemd that has not delegated it"
 
 
 def test_cgroup_on_a_read_only_mount_is_left_alone_without_a_word(delegated: Path) -> None:

@@ -104,6 +104,7 @@ def test_every_metric_label_and_value_that_is_named_is_on_the_page(worker: Daemo
     ("what", "file"),
     [
         ("systemd-unit", "spooled-supervisor.service"),
+        ("systemd-child-cgroups", "child-cgroups.conf"),
         ("config", "spooled-supervisor.toml"),
         ("alert-rules", "alert-rules.yml"),
         ("grafana-dashboard", "grafana-dashboard.json"),
@@ -115,4 +116,6 @@ def test_the_command_prints_the_file(what: str, file: str) -> None:
 
 def test_help_names_every_file() -> None:
     text = export("--help")
-    assert all(name in text for name in ("systemd-unit", "config", "alert-rules", "grafana-dashboard"))
+    assert all(
+        name in text for name in ("systemd-unit", "systemd-child-cgroups", "config", "alert-rules", "grafana-dashboard")
+    )

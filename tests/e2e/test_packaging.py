@@ -25,7 +25,14 @@ from tests.support.daemon import PATIENCE_S
 from tests.support.devserver import Producer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = ("alert-rules.yml", "grafana-dashboard.json", "spooled-supervisor.service", "spooled-supervisor.toml")
+SHARED = {
+    "alert-rules": "alert-rules.yml",
+    "grafana-dashboard": "grafana-dashboard.json",
+    "systemd-child-cgroups": "child-cgroups.conf",
+    "systemd-unit": "spooled-supervisor.service",
+    "config": "spooled-supervisor.toml",
+}
+"""What `export` prints, by name."""
 DATA = {"py.typed", "telemetry/page.html", "proto/spooled.proto", "proto/spooled_pb2.pyi"}
 CORE = {"httpx", "msgspec", "prometheus-client", "psutil", "setproctitle"}
 KEY = "sp_test_packaging_0123456789"
@@ -160,13 +167,13 @@ def test_package_holds_code_and_only_the_data_that_it_needs() -> None:
 def test_wheel_holds_the_package_the_shared_files_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         names = set(wheel.namelist())
-        for name in SHARED:
+        for name in SHARED.values():
             original = (REPOSITORY / "systemd" / name).read_bytes()
             assert wheel.read(f"spooled_supervisor/share/{name}") == original
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
     meta = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     code = {f"spooled_supervisor/{name}" for name in package_files()}
-    share = {f"spooled_supervisor/share/{name}" for name in SHARED}
+    share = {f"spooled_supervisor/share/{name}" for name in SHARED.values()}
     assert names == code | share | meta
 
 
@@ -176,7 +183,7 @@ def test_sdist_holds_the_source_the_tests_and_the_papers(built: tuple[Path, Path
     tops = {name.split("/")[0] for name in names}
     papers = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml", "PKG-INFO"}
     assert tops == papers | {"spooled_supervisor", "systemd", "tests", ".gitignore"}
-    assert {name for name in names if name.startswith("systemd/")} == {f"systemd/{name}" for name in SHARED}
+    assert {name for name in names if name.startswith("systemd/")} == {f"systemd/{name}" for name in SHARED.values()}
     assert {name for name in names if name.startswith("spooled_supervisor/")} == {
         f"spooled_supervisor/{name}" for name in package_files()
     }
@@ -205,9 +212,7 @@ def test_program_explains_itself(core: Venv, tmp_path: Path) -> None:
     assert core.run("python", "-m", "spooled_supervisor", "--version", cwd=tmp_path).startswith("spooled-supervisor ")
 
 
-@pytest.mark.parametrize(
-    ("what", "name"), [*zip(("alert-rules", "grafana-dashboard", "systemd-unit", "config"), SHARED, strict=True)]
-)
+@pytest.mark.parametrize(("what", "name"), SHARED.items())
 def test_export_prints_each_file_to_the_byte(core: Venv, tmp_path: Path, what: str, name: str) -> None:
     assert core.run("spooled-supervisor", "export", what, cwd=tmp_path) == (REPOSITORY / "systemd" / name).read_text()
 

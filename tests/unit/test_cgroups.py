@@ -187,12 +187,22 @@ def test_a_directory_that_was_given_to_our_user_is_delegated(kernel: Kernel) -> 
     assert delegated(kernel.root) == kernel.service
 
 
+def test_a_directory_of_our_user_in_which_others_are_is_not(kernel: Kernel) -> None:
+    """A terminal in a user's session: the shell is there, too."""
+    kernel.user = kernel.owner = USER
+    with (kernel.service / "cgroup.procs").open("a") as procs:
+        procs.write("1\n")
+    assert delegated(kernel.root) is None
+    kernel.mark("user.delegate")
+    assert delegated(kernel.root) == kernel.service, "a mark is for all who are in it"
+
+
 def test_a_directory_of_another_user_is_not(kernel: Kernel) -> None:
     kernel.user, kernel.owner = USER, OTHER
     assert delegated(kernel.root) is None
 
 
-def test_a_unit_of_the_users_own_systemd_is_not_delegated_without_its_mark(kernel: Kernel) -> None:
+def test_a_unit_of_a_systemd_that_marks_is_not_delegated_without_its_mark(kernel: Kernel) -> None:
     kernel.user = kernel.owner = USER
     kernel.mark("user.invocation_id", b"0123456789abcdef0123456789abcdef")
     assert delegated(kernel.root) is None

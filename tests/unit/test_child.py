@@ -702,26 +702,22 @@ def test_a_child_is_adopted_by_its_first_frame_and_arms_its_death_only_then(make
     assert armed == [signal.SIGKILL]
 
 
-def test_a_child_joins_its_cgroup_before_its_hooks(
-    make: Make, armed: list[int], without_baseline: None, tmp_path: Path
-) -> None:
+def test_a_child_joins_its_cgroup_before_its_hooks(make: Make, armed: list[int], tmp_path: Path) -> None:
     app, procs = App(), tmp_path / "cgroup.procs"
     procs.touch()
     seen: list[str] = []
     app.on_child_start(lambda: seen.append(procs.read_text()))
     supervisor = make(app=app)
     supervisor.tell(frames.Adopted(os.getppid(), os.fsencode(tmp_path)), frames.Leave())
-    assert supervisor.child.live() == EXIT_LEFT
+    assert supervisor.child._serve() == EXIT_LEFT
     assert seen == ["0"], "itself, whoever it is"
     assert supervisor.heard()[0] == frames.Hello(3, 2, os.getpid())
 
 
-def test_a_child_that_cannot_join_its_cgroup_says_so_and_goes_on(
-    make: Make, armed: list[int], without_baseline: None, tmp_path: Path
-) -> None:
+def test_a_child_that_cannot_join_its_cgroup_says_so_and_goes_on(make: Make, armed: list[int], tmp_path: Path) -> None:
     supervisor = make()
     supervisor.tell(frames.Adopted(os.getppid(), os.fsencode(tmp_path) + b"/\xff"), frames.Leave())
-    assert supervisor.child.live() == EXIT_LEFT
+    assert supervisor.child._serve() == EXIT_LEFT
     hello = supervisor.heard()[0]
     assert isinstance(hello, frames.Hello)
     assert hello.cgroup_error.startswith(str(tmp_path))
