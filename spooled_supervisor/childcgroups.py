@@ -52,9 +52,10 @@ class ChildCgroup:
         """How many of its processes the kernel's out-of-memory killer has struck, whoever was short of memory."""
         return read_fields(self.path / "memory.events").get("oom_kill", 0)
 
-    def has_hit_its_limit(self) -> bool:
-        """Whether the killer was called because of its own limit; one further up counts there (mm/memcontrol.c)."""
-        return read_fields(self.path / "memory.events").get("oom", 0) > 0
+    def was_killed_by_its_limit(self) -> bool:
+        """Whether its own limit was the reason; where it is one further up, `oom` counts there (mm/memcontrol.c)."""
+        counts = read_fields(self.path / "memory.events")
+        return counts.get("oom", 0) > 0 and counts.get("oom_kill", 0) > 0
 
     def remove(self) -> bool:
         """Remove it. False while somebody is in it: to be tried again; what can never be removed is left."""
@@ -76,7 +77,7 @@ class ChildCgroups:
         self._directory: Path | None = None
         self._has_memory = False
         self._lock = -1
-        self._has_failed = False  # told, and nothing has worked since
+        self._has_failed = False  # told, and no child has joined its own since
 
     # --- the directory -----------------------------------------------------------------------------------------------
 
@@ -154,7 +155,6 @@ class ChildCgroups:
             made.remove()
             self.failed(f"{made.path}: {error.strerror}")
             return None
-        self._has_failed = False
         return made
 
     def _set_up_memory(self, path: Path) -> None:
@@ -179,6 +179,10 @@ class ChildCgroups:
             write_file(str(cgroup.path / "memory.max"), str(limit))
         except OSError as error:
             self.failed(f"{cgroup.path}: its memory cannot be limited: {error.strerror}")
+
+    def joined(self) -> None:
+        """A child is in its own: from now on a failure is news."""
+        self._has_failed = False
 
     def failed(self, reason: str) -> None:
         """Tell it, if that is news."""

@@ -519,6 +519,8 @@ class Pool:
         if hello.cgroup_error:
             self._cgroups.failed(hello.cgroup_error)
             self._clear_cgroup(child)
+        elif child.cgroup is not None:
+            self._cgroups.joined()
         if child.state is ChildState.KILLED:
             return
         child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)
@@ -694,7 +696,7 @@ class Pool:
         if child.cgroup is None or not child.cgroup.has_memory:
             return self._oom.words(before, self._oom_count)
         kills = child.cgroup.oom_kills()
-        if child.cgroup.has_hit_its_limit():
+        if child.cgroup.was_killed_by_its_limit():
             return f"its own memory limit was hit (oom_kill 0 -> {kills})"
         return self._oom.words(0, kills)
 
@@ -702,7 +704,7 @@ class Pool:
         """The kernel has killed it for its own memory limit: that is told as if the watch had done it."""
         limit = self._config.child_memory_limit_bytes
         is_by_kernel = exit.signal == "SIGKILL" and child.kill_reason is None
-        if limit is None or not is_by_kernel or child.cgroup is None or not child.cgroup.has_hit_its_limit():
+        if limit is None or not is_by_kernel or child.cgroup is None or not child.cgroup.was_killed_by_its_limit():
             return
         child.kill_reason = "memory"
         if run is not None and run.started_at is not None:

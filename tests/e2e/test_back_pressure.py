@@ -115,6 +115,7 @@ def test_a_job_that_grows_beyond_the_limit_is_killed_and_says_so_and_its_neighbo
         assert error == f"the job needs more memory than --child-memory-limit {128 * MIB} bytes allows"
         (killed,) = worker.events("child_killed")
         assert (killed["reason"], killed["job_id"]) == ("memory", grower)
+        assert worker.metrics()['spooled_supervisor_child_kills_total{reason="memory"}'] == 1
         assert pid in worker.children()
         gate.touch()
         assert site.end(neighbour)["result"] == pid

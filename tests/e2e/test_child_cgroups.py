@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.conftest import Site, check_only_its_own
 from tests.support.cgroups import below, has_memory, inside, mark, own_cgroup, place_of, stranger_in
-from tests.support.daemon import Daemon, is_alive, wait_until
+from tests.support.daemon import APPS, Daemon, environment, is_alive, wait_until
 
 MIB = 1 << 20
 TREE = Path(__file__).parents[2]
@@ -193,7 +193,8 @@ def test_next_start_kills_and_removes_what_a_killed_supervisor_has_left(
             stranger = stack.enter_context(stranger_in(old[0]))
             worker.kill()
         assert set(below(delegated)) >= {cgroup.name for cgroup in old}
-        with worker_in(delegated, site, state_dir=tmp_path / "state") as worker:
+        # Where a controller is still enabled for others, nobody can begin in the directory itself.
+        with worker_in(delegated / "supervisor", site, state_dir=tmp_path / "state") as worker:
             worker.wait_until_running()
             assert stranger.wait() == -signal.SIGKILL
             assert worker.wait_for_event("survivors_killed")["count"] >= 1
@@ -303,6 +304,16 @@ def test_kernel_enforces_the_memory_limit_for_the_whole_family(site: Site, deleg
         assert worker.wait_for_event("job_failed")["kind"] == "failed"
         of_helper = site.error("exhaust_memory", helper=True)
         assert of_helper.startswith(text), "what it starts counts, and dies with it"
+
+
+@pytest.mark.parametrize("is_delegated", [True, False])
+def test_check_says_how_the_kernel_can_be_made_to_enforce_the_limit(tmp_path: Path, is_delegated: bool) -> None:
+    options = ["--app", "modes", "--api-url", "http://127.0.0.1:9", "--child-memory-limit", "64M"]
+    with own_cgroup(is_delegated=is_delegated) as cgroup:
+        line = [*inside(cgroup), sys.executable, "-m", "spooled_supervisor", "check", *options]
+        done = subprocess.run(line, cwd=APPS, env=environment("sp_test_x"), capture_output=True, text=True, check=False)
+        assert (done.returncode, below(cgroup)) == (0, [])
+        assert ("`export systemd-child-cgroups`" in done.stdout) != is_delegated
 
 
 # --- the module, in a process of its own ------------------------------------------------------------------------

@@ -260,27 +260,28 @@ def test_a_kernel_without_swap_accounting_limits_memory_all_the_same(scene: Scen
         ("low 0\nhigh 0\nmax 0\noom 0\noom_kill 0\noom_group_kill 0", 0, False),
         ("low 0\nhigh 0\nmax 35\noom 1\noom_kill 2\noom_group_kill 1", 2, True),
         ("low 0\nhigh 0\nmax 0\noom 0\noom_kill 1\noom_group_kill 1", 1, False),
+        ("low 0\nhigh 0\nmax 35\noom 1\noom_kill 0\noom_group_kill 0", 0, False),
         ("", 0, False),
     ],
-    ids=["in peace", "its own limit", "a limit above it", "no file"],
+    ids=["in peace", "its own limit", "a limit above it", "nobody to kill", "no file"],
 )
 def test_out_of_memory_kills_and_whose_limit_it_was(scene: Scene, events: str, kills: int, own: bool) -> None:
     groups, made = scene.make()
     if events:
         (made.path / "memory.events").write_text(events)
-    assert (made.oom_kills(), made.has_hit_its_limit()) == (kills, own)
+    assert (made.oom_kills(), made.was_killed_by_its_limit()) == (kills, own)
     groups.close()
 
 
-def test_what_cannot_be_made_is_told_once_until_it_works_again(scene: Scene, hierarchy: Hierarchy) -> None:
+def test_what_cannot_be_made_is_told_once_until_a_child_has_joined_its_own(scene: Scene, hierarchy: Hierarchy) -> None:
     groups = scene.open()
-    failures = []
-    for full in (True, True, False, True):
-        hierarchy.full = full
-        assert (groups.make(0, 7) is None) == full
-        failures.append(len(scene.recorded.all) - 1)
-    assert failures == [1, 1, 1, 2]
-    assert scene.recorded.all[1] == CgroupFailed(f"{hierarchy.path}/child-0-7: Resource temporarily unavailable")
+    hierarchy.full = True
+    assert (groups.make(0, 7), groups.make(1, 8)) == (None, None)
+    told = CgroupFailed(f"{hierarchy.path}/child-0-7: Resource temporarily unavailable")
+    assert scene.recorded.all[1:] == [told]
+    groups.joined()
+    assert groups.make(0, 7) is None
+    assert scene.recorded.all[1:] == [told, told]
     groups.close()
 
 
