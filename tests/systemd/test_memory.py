@@ -6,6 +6,7 @@ the kill (it reads v2 only); elsewhere v2 is used, if the controller is handed d
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def test_child_that_the_memory_limit_kills_costs_its_job_and_is_told_as_that(ser
     }
     failure = service.wait_for_event("job_failed", job_id=job["id"])
     assert int(failure["PRIORITY"]) <= 4
+
+
+def test_in_a_cgroup_of_its_own_a_child_is_killed_and_told_as_that_too(service: Service) -> None:
+    """The limit is the service's; where the controller is version 1, children have cgroups without one."""
+    if not IS_V1 and "memory" not in (service.bed.root / "sys/fs/cgroup/cgroup.controllers").read_text().split():
+        pytest.skip("the memory controller is not handed down to the test bed: no MemoryMax=")
+    service.configure(f"MemoryMax={LIMIT}", "MemorySwapMax=0", "Delegate=memory", "ProtectControlGroups=no")
+    service.start()
+    assert service.wait_for_event("cgroup_delegated")["line"]["memory"] is not IS_V1
+    job = service.end(service.add("exhaust_memory"))
+    text = r"killed by SIGKILL; the memory limit of the service was hit \(oom_kill 0 -> [12]\)"
+    assert re.search(text, job["last_error"]), job["last_error"]
+    assert service.result("ok")["retry_count"] == 0
 
 
 def test_memory_share_in_heartbeats_is_one_of_the_units_limit(service: Service) -> None:

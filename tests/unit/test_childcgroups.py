@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -194,7 +195,8 @@ def test_close_kills_whoever_is_left_and_gives_up_after_a_while(
     hierarchy.busy = {"child-0-1", "child-0-2", "supervisor"}
     monkeypatch.setattr(hierarchy, "kill", lambda path: hierarchy.busy.discard("child-0-1"))
     monkeypatch.setattr(childcgroups, "kill_cgroup", hierarchy.kill)
-    monkeypatch.setattr(childcgroups, "CLOSE_LIMIT_S", 0.02)
+    clock = itertools.count(0.0, childcgroups.CLOSE_LIMIT_S / 4)
+    monkeypatch.setattr(childcgroups, "now", lambda: next(clock))
     groups.close()
     assert hierarchy.names == ["child-0-2", "supervisor"]
 
