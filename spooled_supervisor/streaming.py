@@ -5,23 +5,34 @@ places, and none is left open while nothing may be claimed. Each goes round:
 
     OPEN    waits for a job; its place is reserved
     TAKEN   a job came, leased some time ago: it is renewed at once, and counts from the start of that renewal
-    HELD    the job is in the lease book; the next one is not read before this one is settled, and is not sent either by
-            a server that paces its streams so
+    HELD    the job is in the lease book; the next one is not taken before this one is settled, and is not sent either
+            by a server that paces its streams so
 
-Closing a stream may lose a job that is just on its way: it stays leased until its lease ends, as the service has no
-way to take it back. Therefore a stream is closed only when it must be. An older server leases jobs ahead of what is
-read. One that is over when it is read has told so, and from then on the queue is asked by Dequeue. So are several
-queues, always: a stream waits at one queue, and its place would stand empty while others have jobs.
+Closing. The protocol has no "no more, please", only a cancellation, which crosses what the server sends. So a stream is
+closed only when it must be, and what becomes of a job depends on how far it had come:
+
+    the stream's job runs           the server sends nothing until that is settled: closed at once, nothing is lost
+    asked for less than LINGER_S ago    the next job may be near: waited for, and handed over like any other
+    has arrived, is not taken yet       the same: the read outlives the call (`api.grpc.JobStream`)
+    leased, but still on its way when the cancellation is sent      lost to us
+
+The last one is a round trip wide and cannot be closed: the service keeps such a job leased until the lease ends, and
+that costs an attempt; a job on its last one is then dead without having run. Hence the short PUSHED_LEASE_S: the
+renewal on receipt makes it a full one. To search for it, all jobs of the queue that are processed by anybody would have
+to be read one by one, as lists do not say who holds them: no.
+
+An older server leases jobs ahead of what is taken, and closing loses those. One whose jobs are over when they are taken
+has told so, and from then on the queue is asked by Dequeue. So are several queues, always: a stream waits at one queue,
+and its place would stand empty while others have jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Awaitable
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from spooled_supervisor.api.values import Claim
 from spooled_supervisor.claiming import ClaimedQueue, Claimer
@@ -36,18 +47,37 @@ LOOK_S = 0.5
 """How often it is looked whether streams may be open: not all that forbids it rings a bell, such as a full outbox."""
 STEADY_S = 1.0
 """A stream that has been open for so long, on a channel that is connected, works."""
+LINGER_S = 0.5
+"""So long the next job may be on its way after the last one was settled: a round trip, and the server's claim."""
+PUSHED_LEASE_S = 10
+"""What streams ask for: enough for a job to reach us and to be renewed, and soon over if it never does."""
+LOST_IN_A_ROW = 2
+"""So many jobs that are over when they are taken tell of a server that leases ahead: one may be our own fault, as after
+a suspend."""
 SURPLUS_S = 5.0
 """A place that is gone for a moment (its child is being replaced) keeps its stream; a job that comes waits for it."""
 RENEW_TIMEOUT_S = 10.0
 RENEW_RETRY_FIRST_S, RENEW_RETRY_CAP_S = 0.25, 5.0
-AHEAD = "a job was over before it could be read: the server leases jobs ahead, so they are asked for instead"
+AHEAD = "jobs were over before they could be taken: the server leases jobs ahead, so they are asked for instead"
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """A stream that has been opened (`api.grpc.JobStream`)."""
+
+    async def next(self) -> Job:
+        """The next job. Raises ApiUnavailable or ApiRefused when the stream ends. Cancel-safe."""
+
+    async def close(self) -> Job | None:
+        """End it; the job that had arrived and was not taken."""
 
 
 class Streams(Protocol):
     """Where streams come from (`api.grpc.GrpcApi`)."""
 
-    def stream(self, queue_name: str, *, lease_duration_s: int) -> AsyncGenerator[Job, None]:
-        """Jobs as they are pushed. Raises ApiUnavailable or ApiRefused when it ends."""
+    def stream(self, queue_name: str, *, lease_duration_s: int) -> Source:
+        """Open one. Raises ApiUnavailable."""
 
     @property
     def is_connected(self) -> bool:
@@ -66,8 +96,12 @@ class Stream:
 
     queue: ClaimedQueue
     opened_at: float
+    asked_at: float  # since then the server may send a job
     stage: Stage = Stage.OPEN
     key: Key | None = None  # of the job that is held
+    lost: int = 0  # jobs in a row that were over when they were taken
+    closes_at: float | None = None  # set once, by the streamer: then it ends, unless it has a job in hand
+    limit: asyncio.Timeout | None = None  # of what it waits for now, to be told of that
     stirred: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # some outcome was settled
 
 
@@ -85,13 +119,13 @@ class Streamer(Claimer):
         self._events.subscribe(self._on_settled, OutcomeSettled, OutcomeDropped, JobLeaseLost)
 
     def wake(self) -> None:
-        """Also when claiming is over for now: an open stream is a claim, so it ends at once."""
+        """Also when claiming is over for now: an open stream is a claim, so it ends."""
         if not self._may_claim():
             self._close(*self._tasks)
         super().wake()
 
     async def finish(self) -> None:
-        """Close all streams, but for those whose job is being renewed: that is handed over first."""
+        """Close all streams, and wait until what has arrived is handed over: PUSHED_LEASE_S at most."""
         self._is_finishing = True
         self._close(*self._tasks)
         while self._tasks:
@@ -110,6 +144,7 @@ class Streamer(Claimer):
             self._close(*self._tasks)
             return
         self._note_success(queue, at)
+        self._close_spare()
         missing = self._wanted(queue, self._pool.places(self._config.prefetch), at) - sum(
             map(self._reserves, self._tasks)
         )
@@ -120,6 +155,12 @@ class Streamer(Claimer):
         elif at >= queue.next_at and self._gate.wait_for_claim(at) == 0:
             for _ in range(missing):
                 self._open(queue, at)
+
+    def _close_spare(self) -> None:
+        """There are fewer slots now: close streams whose job runs, which is without risk, before they ask again."""
+        spare = len(self._tasks) - len(self._pool.slots) * (1 + self._config.prefetch)
+        if spare > 0:
+            self._close(*[stream for stream in self._tasks if not self._reserves(stream)][:spare])
 
     def _next_at(self, at: float) -> float:
         return super()._next_at(at) if self._streamed() is None else at + LOOK_S
@@ -149,7 +190,7 @@ class Streamer(Claimer):
     # --- one stream ---------------------------------------------------------------------------------------------------
 
     def _open(self, queue: ClaimedQueue, at: float) -> None:
-        stream = Stream(queue, at)
+        stream = Stream(queue, at, at)
         task = self._tasks[stream] = self._spawn(self._serve(stream), f"stream {queue.name}")
 
         def gone(_: object) -> None:
@@ -159,39 +200,78 @@ class Streamer(Claimer):
         task.add_done_callback(gone)
 
     def _close(self, *streams: Stream) -> None:
-        """A job that is held is no matter of its stream any more; one that is being renewed still is."""
+        at = now()
         for stream in streams:
-            if stream.stage is not Stage.TAKEN:
-                self._tasks[stream].cancel()
+            if stream.closes_at is None:
+                stream.closes_at = at + LINGER_S if self._may_be_sent(stream, at) else at
+                if stream.limit is not None:
+                    stream.limit.reschedule(stream.closes_at)
+
+    def _may_be_sent(self, stream: Stream, at: float) -> bool:
+        """Whether a job may well be on its way."""
+        match stream.stage:
+            case Stage.OPEN:
+                return at - stream.asked_at < LINGER_S
+            case Stage.TAKEN:
+                return False
+            case Stage.HELD:
+                return self._reserves(stream)
 
     async def _serve(self, stream: Stream) -> None:
-        queue = stream.queue
-        lease_s = int(self._config.lease_duration_s)
+        queue, arrived = stream.queue, None
+        lease_s = min(int(self._config.lease_duration_s), PUSHED_LEASE_S)
         try:
-            async with aclosing(self._streams.stream(queue.name, lease_duration_s=lease_s)) as jobs:
-                async for job in jobs:
-                    stream.stage = Stage.TAKEN
-                    self._worked(queue)
-                    if not await self._take(stream, job) or self._is_finishing:
-                        return
-                    stream.stage, stream.key = Stage.OPEN, None
+            source = self._streams.stream(queue.name, lease_duration_s=lease_s)
+            try:
+                while await self._go_round(stream, source):
+                    pass
+            finally:
+                arrived = await source.close()
         except (ApiRefused, ApiUnavailable) as error:
             self._failed(queue, f"stream {queue.name}", error)
+        if arrived is not None:
+            await self._take(stream, arrived)
+
+    async def _go_round(self, stream: Stream, source: Source) -> bool:
+        """A job, from its coming until it is settled; whether there may be another one."""
+        job = await self._within(stream, source.next())
+        if job is None or not await self._take(stream, job) or stream.closes_at is not None:
+            return False
+        if not await self._within(stream, self._settled(stream)):
+            return False
+        stream.stage, stream.key, stream.asked_at = Stage.OPEN, None, now()
+        return True
+
+    async def _within(self, stream: Stream, waiting: Awaitable[T]) -> T | None:
+        """What this gives; None if the stream is to be closed before that."""
+        try:
+            async with asyncio.timeout_at(stream.closes_at) as stream.limit:
+                return await waiting
+        except TimeoutError:
+            return None
+        finally:
+            stream.limit = None
 
     async def _take(self, stream: Stream, job: Job) -> bool:
-        """Make sure that the job is ours, hand it over, and wait until it is settled; whether to read on then."""
+        """Make sure that the job is ours and hand it over; whether to go on with the stream."""
         queue = stream.queue
-        renewed = await self._renewed(queue, job)
+        stream.stage = Stage.TAKEN
+        self._worked(queue)
+        renewed = await self._renewed(stream, job)
         if renewed is None:
             return not self._is_leased_ahead
         stream.stage, stream.key = Stage.HELD, renewed.key
         stream.stirred.clear()
         self._events.emit(ClaimAnswered(queue.name, 1, 1))
-        if not self._on_claim(Claim((renewed,)), 1):
-            # What we cannot use goes back, and the next would come at once: the stream ends before that is settled.
-            queue.next_at = now() + self._pause(queue, 0)
-            return False
-        while renewed.key in self._leases and not self._is_finishing:
+        if self._on_claim(Claim((renewed,)), 1):
+            return True
+        # What we cannot use goes back, and the next would come at once: the stream ends before that is settled.
+        queue.next_at = now() + self._pause(queue, 0)
+        return False
+
+    async def _settled(self, stream: Stream) -> bool:
+        """Wait until the job that is held is so no more."""
+        while stream.key is not None and stream.key in self._leases:
             try:
                 async with asyncio.timeout(LOOK_S):
                     await stream.stirred.wait()
@@ -200,28 +280,33 @@ class Streamer(Claimer):
             stream.stirred.clear()
         return True
 
-    async def _renewed(self, queue: ClaimedQueue, job: Job) -> Job | None:
+    async def _renewed(self, stream: Stream, job: Job) -> Job | None:
         """The job, counted from the start of a renewal; None if it is not ours, or if that cannot be found out."""
+        operation = f"stream {stream.queue.name}"
         backoff = Backoff(RENEW_RETRY_FIRST_S, RENEW_RETRY_CAP_S)
         over_at = now() + job.lease_duration_s
+        full = dataclasses.replace(job, lease_duration_s=float(int(self._config.lease_duration_s)))
         while True:
             try:
-                started_at = await self._api.renew(job, deadline=min(now() + RENEW_TIMEOUT_S, over_at))
+                started_at = await self._api.renew(full, deadline=min(now() + RENEW_TIMEOUT_S, over_at))
             except LeaseLost as lost:
-                self._is_leased_ahead = True
-                self._troubles.failed(f"stream {queue.name}", AHEAD, None)
+                stream.lost += 1
+                if stream.lost >= LOST_IN_A_ROW:
+                    self._is_leased_ahead = True
+                    self._troubles.failed(operation, AHEAD, None)
                 self._events.emit(JobLeaseLost(job.id, job.queue_name, lost.reason))
                 return None
             except (ApiRefused, ApiUnavailable) as error:
                 if isinstance(error, CredentialsRefused):
                     self._on_refused(error)
                 delay = backoff.next_delay()
-                if now() + delay >= over_at or not self._may_claim():
-                    self._troubles.failed(f"stream {queue.name}", str(error), None)
+                if now() + delay >= over_at:
+                    self._troubles.failed(operation, str(error), None)
                     return None
                 await asyncio.sleep(delay)
             else:
-                return dataclasses.replace(job, requested_at=started_at)
+                stream.lost = 0
+                return dataclasses.replace(full, requested_at=started_at)
 
     def _on_settled(self, _event: Event) -> None:
         for stream in self._tasks:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -215,30 +215,19 @@ class GrpcApi:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    async def stream(self, queue_name: str, *, lease_duration_s: int) -> AsyncGenerator[Job, None]:
-        """`QueueService/StreamJobs`: jobs as the server pushes them, for as long as the generator is not closed.
-
-        Their leases have begun at some time before: `requested_at` is the instant of their receipt, which is too late,
-        and the first thing to do with each is to renew it. Raises ApiUnavailable when the stream ends or breaks.
-        """
+    def stream(self, queue_name: str, *, lease_duration_s: int) -> JobStream:
+        """`QueueService/StreamJobs`: jobs as the server pushes them, until the stream is closed."""
         request = pb.StreamJobsRequest(
             queue_name=queue_name,
             worker_id=self._worker_id,
             lease_duration_secs=messages.lease_seconds(lease_duration_s),
         )
-        read = JobReader(queue_name, float(request.lease_duration_secs))
-        call = self._multi("QueueService/StreamJobs", pb.StreamJobsRequest, pb.Job)(request, metadata=self._metadata())
-        try:
-            async for message in call:
-                if (job := read(message, timing.now())) is not None:
-                    yield job
-        except grpc.aio.AioRpcError as error:
-            raise self.stream_error("stream", error) from error
-        except grpc.aio.UsageError as error:  # the channel is closed
-            raise ApiUnavailable(str(error)) from error
-        finally:
-            call.cancel()
-        raise ApiUnavailable("the server has ended the stream")
+        method = self._multi("QueueService/StreamJobs", pb.StreamJobsRequest, pb.Job)
+        return JobStream(
+            lambda: method(request, metadata=self._metadata()),
+            JobReader(queue_name, float(request.lease_duration_secs)),
+            lambda error: self.stream_error("stream", error),
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -366,6 +355,61 @@ class GrpcApi:
         failure = self._facts(error)
         self._events.emit(ApiRequestFinished(operation, str(failure.status), 0.0))
         return grpc_answers.error_for(_read(operation, failure, False), failure)
+
+
+class JobStream:
+    """One call of StreamJobs, begun at once. A read is always on its way, so that what arrives is not in the library.
+
+    Thus what has arrived can be had when the call is ended, of which the library would make nothing. A job's lease has
+    begun at some time before its receipt, which is `requested_at`.
+    """
+
+    def __init__(
+        self,
+        open_call: Callable[[], Any],
+        read_job: JobReader,
+        explain: Callable[[grpc.aio.AioRpcError], Exception],
+    ) -> None:
+        """Raises ApiUnavailable if it cannot even be begun."""
+        self._read_job = read_job
+        self._explain = explain
+        try:
+            self._call = open_call()
+        except grpc.aio.UsageError as error:  # the channel is closed
+            raise ApiUnavailable(str(error)) from error
+        self._reading = asyncio.create_task(self._read(), name="read a job")
+
+    async def next(self) -> Job:
+        """The next job. Raises ApiUnavailable or ApiRefused when the stream ends. Cancel-safe: the read goes on."""
+        await asyncio.wait({self._reading})
+        if self._reading.cancelled():  # what the library makes of a status CANCELLED, also of somebody else's
+            raise ApiUnavailable("the stream was cancelled on its way")
+        job = self._reading.result()
+        self._reading = asyncio.create_task(self._read(), name="read a job")
+        return job
+
+    async def close(self) -> Job | None:
+        """End the call; the job that had arrived before and was not taken, if there is one."""
+        self._call.cancel()
+        await asyncio.wait({self._reading})
+        return self._reading.result() if self.has_job else None
+
+    @property
+    def has_job(self) -> bool:
+        """Whether a job has arrived that was not taken."""
+        reading = self._reading
+        return reading.done() and not reading.cancelled() and reading.exception() is None
+
+    async def _read(self) -> Job:
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if (job := self._read_job(message, timing.now())) is not None:
+                    return job
+        except grpc.aio.AioRpcError as error:
+            raise self._explain(error) from error
+        except grpc.aio.UsageError as error:  # the channel is closed
+            raise ApiUnavailable(str(error)) from error
+        raise ApiUnavailable("the server has ended the stream")
 
 
 class JobReader:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from spooled_supervisor import timing
-from spooled_supervisor.api.grpc import GrpcApi, host_of
+from spooled_supervisor.api.grpc import GrpcApi, JobStream, host_of
 from spooled_supervisor.api.grpc_process import GrpcProcessApi
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.api.transports import FINAL_TRIES, BothApi
@@ -26,7 +26,9 @@ from spooled_supervisor.errors import ApiUnavailable, ConfigError, CredentialsRe
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job
 from spooled_supervisor.proto import spooled_pb2 as pb
+from tests.support.daemon import wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
+from tests.support.relay import Relay
 
 T = TypeVar("T")
 LIMIT_S = 10.0
@@ -323,32 +325,35 @@ def test_an_unknown_worker_is_an_answer(server: DevServer) -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
+@contextlib.asynccontextmanager
+async def streaming(api: GrpcApi, queue_name: str, lease_duration_s: int = LEASE_S) -> AsyncIterator[JobStream]:
+    jobs = api.stream(queue_name, lease_duration_s=lease_duration_s)
+    try:
+        yield jobs
+    finally:
+        await jobs.close()
+
+
 def test_a_stream_gives_jobs_as_they_come(server: DevServer, queue_name: str) -> None:
     async def main(api: GrpcApi) -> list[str]:
         seen = []
-        async with aclosing(_stream(api, queue_name)) as jobs:
+        async with streaming(api, queue_name) as jobs:
             ids = [server.client.create(queue_name, {"n": n}) for n in range(2)]
-            async for job in jobs:
+            for _ in ids:
+                job = await jobs.next()
                 seen.append(job.id)
                 await api.renew(job, deadline=soon())
                 await api.complete(job, b"{}", tries_before=0, deadline=soon())
-                if len(seen) == 2:
-                    break
         assert seen == ids
         return seen
 
     assert all(server.client.job(job_id)["status"] == "completed" for job_id in run(server, main))
 
 
-def _stream(api: GrpcApi, queue_name: str) -> Any:
-    jobs: AsyncIterator[Job] = api.stream(queue_name, lease_duration_s=LEASE_S)
-    return jobs
-
-
 def test_a_stream_that_is_refused_or_broken_raises(server: DevServer, queue_name: str) -> None:
     async def first(api: GrpcApi) -> None:
-        async for _ in api.stream(queue_name, lease_duration_s=LEASE_S):
-            break
+        async with streaming(api, queue_name) as jobs:
+            await jobs.next()
 
     with pytest.raises(CredentialsRefused):
         run(server, first, api_key="sp_test_wrong_0123456789")
@@ -360,14 +365,92 @@ def test_a_stream_ends_with_the_server(queue_name: str) -> None:
     with dev_server(grpc_port=0) as dying:
 
         async def main(api: GrpcApi) -> None:
-            jobs = _stream(api, queue_name)
-            waiting = asyncio.ensure_future(anext(jobs))
-            await asyncio.sleep(0.2)
-            dying.kill()
-            with pytest.raises(ApiUnavailable):
-                await asyncio.wait_for(waiting, LIMIT_S)
+            async with streaming(api, queue_name) as jobs:
+                waiting = asyncio.ensure_future(jobs.next())
+                await asyncio.sleep(0.2)
+                dying.kill()
+                with pytest.raises(ApiUnavailable):
+                    await asyncio.wait_for(waiting, LIMIT_S)
 
         run(dying, main)
+
+
+def test_a_stream_that_somebody_cancels_on_its_way_is_unavailable(queue_name: str) -> None:
+    """What the library makes of that status would otherwise end our task without a word."""
+
+    async def cancelled(request: pb.StreamJobsRequest, context: Any) -> AsyncIterator[pb.Job]:
+        await context.abort(grpc.StatusCode.CANCELLED, "by a proxy")
+        yield pb.Job()
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        handler = grpc.unary_stream_rpc_method_handler(
+            cancelled, pb.StreamJobsRequest.FromString, pb.Job.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", {"StreamJobs": handler})
+        server.add_generic_rpc_handlers((handlers,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
+        try:
+            async with GrpcApi(address=f"127.0.0.1:{port}", **settings) as api, streaming(api, queue_name) as jobs:
+                with pytest.raises(ApiUnavailable):
+                    await jobs.next()
+        finally:
+            await server.stop(0)
+
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        runner.run(main())
+
+
+# --- closing a stream -------------------------------------------------------------------------------------------------
+
+
+async def until(is_true: Callable[[], bool], what: str) -> None:
+    await asyncio.to_thread(wait_until, is_true, what, LIMIT_S)
+
+
+def history(server: DevServer, job_id: str) -> list[str]:
+    return [entry["event_type"] for entry in server.client.history(job_id)]
+
+
+def test_a_job_that_has_arrived_can_be_had_after_its_stream_was_closed(server: DevServer, queue_name: str) -> None:
+    async def main(api: GrpcApi) -> None:
+        jobs = api.stream(queue_name, lease_duration_s=LEASE_S)
+        await asyncio.sleep(0.2)
+        job_id = server.client.create(queue_name, {})
+        await until(lambda: jobs.has_job, "the job arrives")
+        job = await jobs.close()
+        assert job is not None
+        await api.complete(job, b"{}", tries_before=0, deadline=soon())
+        assert history(server, job_id) == ["created", "claimed", "completed"]
+
+    run(server, main)
+
+
+def test_a_job_that_waits_on_the_wire_is_given_out_again_after_its_lease_and_has_lost_an_attempt(
+    server: DevServer, queue_name: str
+) -> None:
+    """This is what no client can help: a cancellation crosses the job, of which the client never hears."""
+
+    async def main(relay: Relay) -> None:
+        settings: dict[str, Any] = {"api_key": lambda: server.api_key, "worker_id": "w-1", "events": Events()}
+        async with GrpcApi(address=relay.address, **settings) as api:
+            jobs = api.stream(queue_name, lease_duration_s=1)
+            await asyncio.sleep(0.2)
+            relay.hold()
+            job_id = server.client.create(queue_name, {}, max_retries=1)
+            await until(lambda: history(server, job_id) == ["created", "claimed"], "it is leased")
+            assert await jobs.close() is None
+            relay.release()
+            await until(lambda: server.client.job(job_id)["status"] == "pending", "its lease is over")
+            (job,) = await claimed(api, queue_name)
+            assert (job.id, job.retry_count) == (job_id, 1)
+            assert history(server, job_id) == ["created", "claimed", "lease_expired", "claimed"]
+
+    port = int(server.grpc_address.rpartition(":")[2])
+    with Relay(port) as relay, asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        runner.run(main(relay))
 
 
 def test_the_process_stream_keeps_its_order_when_a_caller_goes_away(server: DevServer, queue_name: str) -> None:

@@ -137,6 +137,7 @@ class FakePool:
     def __init__(self, *, idle: int = 0, usable: int = 1) -> None:
         self.idle = idle
         self.usable = usable
+        self.slots = tuple(range(idle))
         self.running: dict[Key, Run] = {}
         self.children: list[Any] = []
         self.told: list[tuple[Any, ...]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -26,40 +26,58 @@ from tests.support.fakes import FakeApi, FakePool, Recorded, Spawned, make_job, 
 DOWN = ApiUnavailable("gRPC UNAVAILABLE: connection refused")
 
 
+class Source:
+    """One stream of the server: a job waits in `coming` until it is taken."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+
+    async def next(self) -> Job:
+        await asyncio.wait({self.coming})
+        job = self.coming.result()
+        self.coming = asyncio.get_running_loop().create_future()
+        return job
+
+    async def close(self) -> Job | None:
+        self._server.streams.remove(self)
+        if self.coming.done() and self.coming.exception() is None:
+            return self.coming.result()
+        return None
+
+
 class Server:
-    """Streams: what is pushed goes to the one that waits longest. An error ends all that are open, or comes at once."""
+    """What is pushed goes to the stream that waits longest. An error ends all that are open, or comes at once."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
         self.is_connected = True
         self.error: Exception | None = None
-        self.waiting: list[asyncio.Future[Job]] = []
+        self.streams: list[Source] = []
         self.opened: list[float] = []
-        self.open = 0
+        self.asked_leases: set[int] = set()
 
-    async def stream(self, queue_name: str, *, lease_duration_s: int) -> AsyncGenerator[Job, None]:
+    def stream(self, queue_name: str, *, lease_duration_s: int) -> Source:
         self.opened.append(self._clock())
+        self.asked_leases.add(lease_duration_s)
         if self.error is not None:
             raise self.error
-        self.open += 1
-        try:
-            while True:
-                coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
-                self.waiting.append(coming)
-                yield await coming
-        finally:
-            self.open -= 1
+        self.streams.append(Source(self))
+        return self.streams[-1]
+
+    @property
+    def open(self) -> int:
+        return len(self.streams)
 
     def push(self, *jobs: Job) -> None:
         for job in jobs:
-            self.waiting = [coming for coming in self.waiting if not coming.done()]
-            self.waiting.pop(0).set_result(job)
+            next(source for source in self.streams if not source.coming.done()).coming.set_result(job)
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        for coming in self.waiting:
-            if not coming.done():
-                coming.set_exception(error)
+        for source in self.streams:
+            if not source.coming.done():
+                source.coming.set_exception(error)
 
 
 class Desk:
@@ -176,42 +194,126 @@ def test_a_job_is_renewed_before_it_is_handed_over_and_counts_from_there(clock: 
     assert len(desk.api.of("renew")) == 1
 
 
-def test_the_next_job_is_read_when_the_last_one_is_settled(clock: FakeClock) -> None:
-    desk, waiting = Desk(clock, idle=1), list[bool]()
-
-    def look() -> None:
-        waiting.append(any(not coming.done() for coming in desk.server.waiting))
-
+def test_the_next_job_is_taken_when_the_last_one_is_settled(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    begun = clock()
     desk.run(
         8.0,
         (1.0, lambda: desk.server.push(job(1))),
-        (2.0, look),
+        (2.0, lambda: desk.server.push(job(2))),
         (3.0, lambda: desk.over("j1")),
-        (3.9, look),
         (4.0, lambda: desk.settled("j1")),
-        (4.1, look),
-        (4.5, lambda: desk.server.push(job(2))),
     )
-    assert waiting == [False, False, True]
-    assert [taken.id for _, taken in desk.taken] == ["j1", "j2"]
+    assert [(taken.id, at - begun) for at, taken in desk.taken] == [("j1", 1.0), ("j2", 4.0)]
     assert len(desk.server.opened) == 1, "the stream stays, and its place is not given to another"
+
+
+def test_streams_ask_for_a_short_lease_that_the_first_renewal_makes_a_full_one(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.run(5.0, (1.0, lambda: desk.server.push(job(1, lease_duration_s=10.0))))
+    assert desk.server.asked_leases == {streaming.PUSHED_LEASE_S}
+    (renewal,) = desk.api.of("renew")
+    assert renewal.args[0].lease_duration_s == ClaimConfig().lease_duration_s
+    assert desk.taken[0][1].lease_duration_s == ClaimConfig().lease_duration_s
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def set_quiet(desk: Desk, is_quiet: bool = True) -> Callable[[], None]:
+    def change() -> None:
+        desk.may_claim = not is_quiet
+        desk.streamer.wake()
+
+    return change
 
 
 def test_nothing_is_open_while_nothing_may_be_claimed(clock: FakeClock) -> None:
     desk, seen = Desk(clock, idle=2), list[int]()
-
-    def set_quiet(is_quiet: bool) -> None:
-        desk.may_claim = not is_quiet
-
     desk.run(
         9.0,
         (1.0, lambda: desk.server.push(job(1))),
-        (2.0, lambda: set_quiet(True)),
-        (3.0, looked(desk, seen)),
-        (4.0, lambda: set_quiet(False)),
+        (2.0, set_quiet(desk)),
+        (2.01, looked(desk, seen)),
+        (4.0, set_quiet(desk, False)),
         (5.0, looked(desk, seen)),
     )
-    assert seen == [0, 1], "one place is taken by the job, whose stream is closed too"
+    assert seen == [0, 1], "at once, also the one whose job runs; then one place is taken by that job"
+
+
+def test_a_stream_that_was_opened_just_now_may_bring_a_job_before_it_is_closed(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=2), list[int]()
+    desk.run(
+        9.0,
+        (0.1, set_quiet(desk)),
+        (0.3, lambda: desk.server.push(job(1))),
+        (0.5, looked(desk, seen)),
+        (0.7, looked(desk, seen)),
+    )
+    assert [taken.id for _, taken in desk.taken] == ["j1"]
+    assert seen == [1, 0], "the one with a job is closed at once, the other waits for LINGER_S"
+
+
+@pytest.mark.parametrize("settled_at", [2.9, 3.1], ids=["settled", "not yet settled"])
+def test_the_next_job_is_waited_for_that_follows_on_a_settled_one(clock: FakeClock, settled_at: float) -> None:
+    desk, seen = Desk(clock, idle=1), list[int]()
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.8, lambda: desk.over("j1")),
+        (settled_at, lambda: desk.settled("j1")),
+        (3.0, set_quiet(desk)),
+        (3.3, lambda: desk.server.push(job(2))),
+        (3.31, looked(desk, seen)),
+    )
+    assert [taken.id for _, taken in desk.taken] == ["j1", "j2"]
+    assert seen == [0]
+
+
+def test_no_stream_lingers_longer_when_the_next_job_does_not_come(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=1), list[int]()
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.0, lambda: desk.over("j1")),
+        (2.1, lambda: desk.settled("j1")),
+        (2.2, set_quiet(desk)),
+        (2.3, set_quiet(desk)),  # to be told so again changes nothing
+        (2.65, looked(desk, seen)),
+        (2.75, looked(desk, seen)),
+    )
+    assert seen == [1, 0]
+
+
+def test_a_job_that_has_arrived_is_handed_over_although_its_stream_is_closed(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+
+    def both_at_once() -> None:
+        desk.server.push(job(1))
+        set_quiet(desk)()
+
+    desk.run(5.0, (2.0, both_at_once))
+    assert [taken.id for _, taken in desk.taken] == ["j1"]
+    assert desk.server.open == 0
+
+
+def test_with_fewer_slots_those_streams_are_closed_whose_job_runs(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=3), list[int]()
+
+    def scale_down() -> None:
+        desk.pool.slots = (0,)
+        desk.streamer.wake()
+
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.server.push(job(1), job(2), job(3))),
+        (2.0, scale_down),
+        (2.01, looked(desk, seen)),
+        (3.0, lambda: desk.settled("j3")),
+        (3.1, lambda: desk.server.push(job(4))),
+    )
+    assert seen == [1]
+    assert [taken.id for _, taken in desk.taken] == ["j1", "j2", "j3", "j4"], "the one that is left goes on"
 
 
 def test_a_place_that_is_gone_closes_a_stream(clock: FakeClock) -> None:
@@ -261,14 +363,36 @@ def test_a_refused_key_is_told(clock: FakeClock) -> None:
     assert len(desk.server.opened) == 1
 
 
-def test_a_job_whose_lease_is_over_is_dropped_and_from_then_on_jobs_are_asked_for(clock: FakeClock) -> None:
+def test_a_job_whose_lease_is_over_is_dropped(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.script("renew", LeaseLost("j1", "expired"), lambda job, deadline: clock(), LeaseLost("j3", "expired"))
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.0, lambda: desk.server.push(job(2))),
+        (3.0, lambda: desk.over("j2")),
+        (3.0, lambda: desk.settled("j2")),
+        (4.0, lambda: desk.server.push(job(3))),
+    )
+    assert [taken.id for _, taken in desk.taken] == ["j2"]
+    assert [event.job_id for event in desk.recorded.of(JobLeaseLost)] == ["j1", "j3"]
+    assert len(desk.server.opened) == 1
+    assert not desk.recorded.of(ApiTroubled), "it may be our own fault, as after a suspend"
+
+
+def test_jobs_are_asked_for_when_two_in_a_row_were_over_before_they_were_taken(clock: FakeClock) -> None:
     desk, seen = Desk(clock, idle=2), list[int]()
     desk.api.script("renew", LeaseLost("j1", "expired"))
-    desk.run(5.0, (1.0, lambda: desk.server.push(job(1))), (3.0, looked(desk, seen)))
+    desk.run(
+        6.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.0, lambda: desk.server.push(job(2))),
+        (4.0, looked(desk, seen)),
+    )
     assert desk.taken == []
-    assert [event.job_id for event in desk.recorded.of(JobLeaseLost)] == ["j1"]
     assert seen == [0]
     assert len(desk.api.of("claim")) > 1
+    assert [event.reason for event in desk.recorded.of(ApiTroubled)] == [streaming.AHEAD]
 
 
 def test_a_renewal_without_an_answer_is_tried_again(clock: FakeClock) -> None:
@@ -281,7 +405,7 @@ def test_a_renewal_without_an_answer_is_tried_again(clock: FakeClock) -> None:
 def test_a_job_that_cannot_be_renewed_is_never_started(clock: FakeClock) -> None:
     desk = Desk(clock, idle=1)
     desk.api.script("renew", DOWN)
-    desk.run(60.0, (1.0, lambda: desk.server.push(job(1))))
+    desk.run(60.0, (1.0, lambda: desk.server.push(job(1, lease_duration_s=10.0))))
     assert desk.taken == []
     assert len(desk.api.of("renew")) > 3
 
@@ -326,6 +450,13 @@ def test_finish_hands_over_what_is_being_renewed(clock: FakeClock) -> None:
     desk.run(2.0, (1.0, lambda: desk.server.push(job(1))))
     assert [taken.id for _, taken in desk.taken] == ["j1"]
     assert desk.server.open == 0
+
+
+def test_a_renewal_is_tried_again_in_a_drain_too(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.api.script("renew", DOWN, DOWN, lambda job, deadline: clock())
+    desk.run(2.0, (1.9, lambda: desk.server.push(job(1))), (1.95, set_quiet(desk)))
+    assert [taken.id for _, taken in desk.taken] == ["j1"]
 
 
 def test_an_open_breaker_lets_one_stream_through_at_a_time(clock: FakeClock) -> None:
