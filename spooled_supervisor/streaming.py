@@ -21,9 +21,11 @@ that costs an attempt; a job on its last one is then dead without having run. He
 renewal on receipt makes it a full one. To search for it, all jobs of the queue that are processed by anybody would have
 to be read one by one, as lists do not say who holds them: no.
 
-An older server leases jobs ahead of what is taken, and closing loses those. One whose jobs are over when they are taken
-has told so, and from then on the queue is asked by Dequeue. So are several queues, always: a stream waits at one queue,
-and its place would stand empty while others have jobs.
+After a lease that was lost the stream is opened anew, as the server may not know yet that it is over.
+
+An older server leases jobs ahead of what is taken, and closing loses those. Once such a job is over when it is taken,
+the queue is asked by Dequeue. So are several queues, always: a stream waits at one queue, and its place would stand
+empty while others have jobs.
 """
 
 from __future__ import annotations
@@ -51,14 +53,11 @@ LINGER_S = 0.5
 """So long the next job may be on its way after the last one was settled: a round trip, and the server's claim."""
 PUSHED_LEASE_S = 10
 """What streams ask for: enough for a job to reach us and to be renewed, and soon over if it never does."""
-LOST_IN_A_ROW = 2
-"""So many jobs that are over when they are taken tell of a server that leases ahead: one may be our own fault, as after
-a suspend."""
 SURPLUS_S = 5.0
 """A place that is gone for a moment (its child is being replaced) keeps its stream; a job that comes waits for it."""
 RENEW_TIMEOUT_S = 10.0
 RENEW_RETRY_FIRST_S, RENEW_RETRY_CAP_S = 0.25, 5.0
-AHEAD = "jobs were over before they could be taken: the server leases jobs ahead, so they are asked for instead"
+AHEAD = "a job was over before it could be taken: the server leases jobs ahead, so they are asked for instead"
 
 T = TypeVar("T")
 
@@ -71,6 +70,10 @@ class Source(Protocol):
 
     async def close(self) -> Job | None:
         """End it; the job that had arrived and was not taken."""
+
+    @property
+    def has_job(self) -> bool:
+        """Whether a job has arrived that was not taken."""
 
 
 class Streams(Protocol):
@@ -99,7 +102,6 @@ class Stream:
     asked_at: float  # since then the server may send a job
     stage: Stage = Stage.OPEN
     key: Key | None = None  # of the job that is held
-    lost: int = 0  # jobs in a row that were over when they were taken
     closes_at: float | None = None  # set once, by the streamer: then it ends, unless it has a job in hand
     limit: asyncio.Timeout | None = None  # of what it waits for now, to be told of that
     stirred: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # some outcome was settled
@@ -113,6 +115,7 @@ class Streamer(Claimer):
         self._streams = streams
         self._leases = leases
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
+        self._sends_ahead = False  # a job came while the one before it was held
         self._is_leased_ahead = False
         self._is_finishing = False
         self._surplus_since = float("inf")  # there have been more streams than places since then
@@ -237,7 +240,7 @@ class Streamer(Claimer):
         job = await self._within(stream, source.next())
         if job is None or not await self._take(stream, job) or stream.closes_at is not None:
             return False
-        if not await self._within(stream, self._settled(stream)):
+        if not await self._within(stream, self._settled(stream, source)):
             return False
         stream.stage, stream.key, stream.asked_at = Stage.OPEN, None, now()
         return True
@@ -257,9 +260,9 @@ class Streamer(Claimer):
         queue = stream.queue
         stream.stage = Stage.TAKEN
         self._worked(queue)
-        renewed = await self._renewed(stream, job)
+        renewed = await self._renewed(queue, job)
         if renewed is None:
-            return not self._is_leased_ahead
+            return False
         stream.stage, stream.key = Stage.HELD, renewed.key
         stream.stirred.clear()
         self._events.emit(ClaimAnswered(queue.name, 1, 1))
@@ -269,20 +272,23 @@ class Streamer(Claimer):
         queue.next_at = now() + self._pause(queue, 0)
         return False
 
-    async def _settled(self, stream: Stream) -> bool:
-        """Wait until the job that is held is so no more."""
-        while stream.key is not None and stream.key in self._leases:
+    async def _settled(self, stream: Stream, source: Source) -> bool:
+        """Wait until the job is not held any more; whether it was settled, and not lost."""
+        assert stream.key is not None
+        lease = self._leases.get(stream.key)
+        while lease is not None and lease.is_live:
+            self._sends_ahead = self._sends_ahead or (lease.state is LeaseState.HELD and source.has_job)
             try:
                 async with asyncio.timeout(LOOK_S):
                     await stream.stirred.wait()
             except TimeoutError:
                 pass  # an outcome that was given up has perhaps been told too early
             stream.stirred.clear()
-        return True
+        return lease is None or lease.state is LeaseState.SETTLED
 
-    async def _renewed(self, stream: Stream, job: Job) -> Job | None:
+    async def _renewed(self, queue: ClaimedQueue, job: Job) -> Job | None:
         """The job, counted from the start of a renewal; None if it is not ours, or if that cannot be found out."""
-        operation = f"stream {stream.queue.name}"
+        operation = f"stream {queue.name}"
         backoff = Backoff(RENEW_RETRY_FIRST_S, RENEW_RETRY_CAP_S)
         over_at = now() + job.lease_duration_s
         full = dataclasses.replace(job, lease_duration_s=float(int(self._config.lease_duration_s)))
@@ -290,8 +296,7 @@ class Streamer(Claimer):
             try:
                 started_at = await self._api.renew(full, deadline=min(now() + RENEW_TIMEOUT_S, over_at))
             except LeaseLost as lost:
-                stream.lost += 1
-                if stream.lost >= LOST_IN_A_ROW:
+                if self._sends_ahead:  # else it is our own fault, as after a suspend
                     self._is_leased_ahead = True
                     self._troubles.failed(operation, AHEAD, None)
                 self._events.emit(JobLeaseLost(job.id, job.queue_name, lost.reason))
@@ -301,11 +306,10 @@ class Streamer(Claimer):
                     self._on_refused(error)
                 delay = backoff.next_delay()
                 if now() + delay >= over_at:
-                    self._troubles.failed(operation, str(error), None)
+                    self._failed(queue, operation, error)
                     return None
                 await asyncio.sleep(delay)
             else:
-                stream.lost = 0
                 return dataclasses.replace(full, requested_at=started_at)
 
     def _on_settled(self, _event: Event) -> None:

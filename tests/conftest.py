@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import transports
+
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
@@ -29,6 +31,25 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 GRACE_S = 2.0
 """A thread that was told to end, or a process that was killed, may need a moment for it."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    transports.parametrize(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs in one process when several run side by side: a file, or its tests of one transport."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        item.add_marker(pytest.mark.xdist_group("-".join((item.path.stem, *filter(None, [params.get("transport")])))))
+
+
+@pytest.fixture(scope="module")
+def transport(request: pytest.FixtureRequest) -> str:
+    """How the daemons of this test talk to the service."""
+    return str(getattr(request, "param", transports.ASKED_FOR or transports.REST))
+
 
 Leak = tuple[object, str]
 """What identifies it, and how a person knows it."""

@@ -7,7 +7,8 @@
 
 It reads whole requests, as some faults need to know what is asked for and whether it was carried out: `reset_before`
 never passes the request on, `reset_after` does and drops the answer. Every request is kept with its instant
-(CLOCK_MONOTONIC), its operation and what was done to it. It runs on a loop in a thread of its own.
+(CLOCK_MONOTONIC), its operation and what was done to it. It runs on a loop in a thread of its own. `Faults` is what is
+wrong at the moment, for this proxy of HTTP and for the one of gRPC (`grpc_proxy`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import contextlib
 import json
 import random
 import re
-import socket
-import struct
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+
+from tests.support.relay import reset
 
 FAULTS = (
     "down",  # the connection is reset as soon as it is made
@@ -39,6 +40,8 @@ FAULTS = (
     "trickle",  # the true answer, a byte at a time
     "hang",  # never answers
 )
+NEVER_ASKED = ("down", "reset_before", "error_500", "error_503", "limited", "garbage", "not_json", "hang")
+"""With these the server never sees the request."""
 SLOW_S = 0.7
 TRICKLE_S = 0.02
 HANG_S = 60.0
@@ -80,19 +83,63 @@ class Passed:
         return self.path.split("/")[4]
 
 
-class FaultProxy:
-    """One proxy for one server on this machine. `set` and `clear` may be called from any thread."""
+class Faults:
+    """What happens to requests now, and what has come by. May be used from any thread."""
 
-    def __init__(self, port: int) -> None:
-        self._server_port = port
+    def __init__(self) -> None:
         self._fault: tuple[str, frozenset[str] | None] = ("", None)
         self._left: int | None = None
         self._lock = threading.Lock()
+        self.passed: list[Passed] = []
+        self.on_change: Callable[[], None] = lambda: None
+
+    def set(self, fault: str, operations: Collection[str] | None = None, *, times: int | None = None) -> None:
+        """Do this to the requests that come from now on, `times` of them; `operations` None: to all."""
+        assert fault in FAULTS, fault
+        with self._lock:
+            self._fault, self._left = (fault, None if operations is None else frozenset(operations)), times
+        self.on_change()
+
+    def clear(self) -> None:
+        """Pass everything on."""
+        with self._lock:
+            self._fault, self._left = ("", None), None
+        self.on_change()
+
+    def of(self, operation: str) -> list[Passed]:
+        """What has come by of one operation."""
+        return [passed for passed in tuple(self.passed) if passed.operation == operation]
+
+    def choose(self, operation: str) -> str:
+        """What is to be done to a request that has come now."""
+        with self._lock:
+            fault, operations = self._fault
+            if not fault or self._left == 0 or not (operations is None or operation in operations):
+                return ""
+            if self._left is not None:
+                self._left -= 1
+            return fault
+
+    @property
+    def is_down(self) -> bool:
+        """Whether nobody gets through at all."""
+        with self._lock:
+            return self._fault == ("down", None)
+
+    def note(self, operation: str, path: str, body: bytes, fault: str, status: int | None) -> None:
+        self.passed.append(Passed(time.monotonic(), operation, path, body, fault, status))
+
+
+class FaultProxy(Faults):
+    """One proxy for one server on this machine."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._server_port = port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="fault proxy")
         self._ready = threading.Event()
         self._connections: set[asyncio.Task[None]] = set()
-        self.passed: list[Passed] = []
         self.port = 0
 
     def __enter__(self) -> FaultProxy:
@@ -112,34 +159,6 @@ class FaultProxy:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def set(self, fault: str, operations: Collection[str] | None = None, *, times: int | None = None) -> None:
-        """Do this to the requests that come from now on, `times` of them; `operations` None: to all."""
-        assert fault in FAULTS, fault
-        with self._lock:
-            self._fault, self._left = (fault, None if operations is None else frozenset(operations)), times
-
-    def clear(self) -> None:
-        """Pass everything on."""
-        with self._lock:
-            self._fault, self._left = ("", None), None
-
-    def of(self, operation: str) -> list[Passed]:
-        """What has come by of one operation."""
-        return [passed for passed in tuple(self.passed) if passed.operation == operation]
-
-    def _choose(self, operation: str) -> str:
-        with self._lock:
-            fault, operations = self._fault
-            if not fault or self._left == 0 or not (operations is None or operation in operations):
-                return ""
-            if self._left is not None:
-                self._left -= 1
-            return fault
-
-    def _is_down(self) -> bool:
-        with self._lock:
-            return self._fault == ("down", None)
 
     # --- its loop -----------------------------------------------------------------------------------------------------
 
@@ -162,10 +181,10 @@ class FaultProxy:
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         try:
-            while not self._is_down() and await self._exchange(reader, writer):
+            while not self.is_down and await self._exchange(reader, writer):
                 pass
-            if self._is_down():
-                _reset(writer)
+            if self.is_down:
+                reset(writer)
         except (OSError, EOFError, asyncio.CancelledError, ValueError):
             writer.transport.abort()
         finally:
@@ -179,12 +198,12 @@ class FaultProxy:
         body = await reader.readexactly(_length(head))
         path = head.split(b" ", 2)[1].decode()
         operation = operation_of(path)
-        fault = "down" if self._is_down() else self._choose(operation)
+        fault = "down" if self.is_down else self.choose(operation)
         answer, status = b"", None
-        if fault not in ("down", "reset_before", "error_500", "error_503", "limited", "garbage", "not_json", "hang"):
+        if fault not in NEVER_ASKED:
             answer = await self._ask_server(head + body)
             status = int(answer.split(b" ", 2)[1])
-        self.passed.append(Passed(time.monotonic(), operation, path, body, fault, status))
+        self.note(operation, path, body, fault, status)
         return await self._answer(writer, fault, answer)
 
     async def _ask_server(self, request: bytes) -> bytes:
@@ -201,7 +220,7 @@ class FaultProxy:
     async def _answer(self, writer: asyncio.StreamWriter, fault: str, answer: bytes) -> bool:
         match fault:
             case "down" | "reset_before" | "reset_after":
-                _reset(writer)
+                reset(writer)
                 return False
             case "slow":
                 await asyncio.sleep(SLOW_S)
@@ -240,11 +259,3 @@ def _made(status: int, body: bytes, kind: str = "application/json", *, retry_aft
     hint = f"retry-after: {retry_after}\r\n" if retry_after is not None else ""
     head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n{hint}\r\n"
     return head.encode() + body
-
-
-def _reset(writer: asyncio.StreamWriter) -> None:
-    """RST and not FIN: lingering for no time (socket(7), SO_LINGER)."""
-    sock = writer.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()

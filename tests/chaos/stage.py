@@ -18,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.grpc_proxy import GrpcFaultProxy
 from tests.chaos.proxy import FaultProxy
 from tests.chaos.schedule import KINDS
 from tests.support import daemon as support
 from tests.support.daemon import Daemon, Ledger
 from tests.support.devserver import DevServer, dev_server
+from tests.support.transports import options_of
 
 APPS = Path(__file__).with_name("apps")
 QUEUE = "chaos"
@@ -119,9 +121,12 @@ class Disk:
 class Stage:
     """One play: methods named in a schedule are blows."""
 
-    def __init__(self, server: DevServer, proxy: FaultProxy, disk: Disk, ledger: Path) -> None:
+    def __init__(
+        self, server: DevServer, proxy: FaultProxy, grpc_proxy: GrpcFaultProxy, transport: str, disk: Disk, ledger: Path
+    ) -> None:
         self.server = server
         self.proxy = proxy
+        self.options = (*OPTIONS, *options_of(transport, grpc_proxy.address))
         self.disk = disk
         self.ledger = ledger
         self.state_dir = disk.path / "state"
@@ -147,7 +152,7 @@ class Stage:
                 state_dir=self.state_dir,
                 ledger=self.ledger,
                 procs=PROCS,
-                options=OPTIONS,
+                options=self.options,
             )
         )
 
@@ -259,19 +264,25 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(folder: Path) -> Iterator[Stage]:
+def stage(folder: Path, transport: str) -> Iterator[Stage]:
     """Everything that a play needs, and the end of it all."""
     server_options = {
+        "grpc_port": 0,
+        "stream_poll_s": 0.05,
         "retry_base_s": 0.005,
         "lease_recovery_interval_s": 0.3,
         "scheduled_activation_s": 0.2,
         "heartbeat_interval_s": 1,
         "log_level": "warning",
     }
-    with dev_server(**server_options) as server, FaultProxy(server.port) as proxy:
+    with (
+        dev_server(**server_options) as server,
+        FaultProxy(server.port) as proxy,
+        GrpcFaultProxy(server.grpc_address, proxy) as grpc_proxy,
+    ):
         disk = Disk(folder / "disk")
         try:
-            play = Stage(server, proxy, disk, folder / "ledger")
+            play = Stage(server, proxy, grpc_proxy, transport, disk, folder / "ledger")
             try:
                 yield play
             finally:

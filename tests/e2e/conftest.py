@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,11 +17,11 @@ import pytest
 
 from tests.support.daemon import Daemon, daemon, processes_of, title_of, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
+from tests.support.grpc_bridge import GrpcBridge
 from tests.support.stub_api import StubApi, stub_api
+from tests.support.transports import REST, options_of
 
 STUB_KEY = "sp_test_0123456789abcdef"
-TRANSPORT = os.environ.get("E2E_TRANSPORT", "rest")
-"""How the daemons of all tests with a `site` talk to the embedded server: rest, grpc-stream or grpc-process."""
 SERVER: dict[str, Any] = {
     "retry_base_s": 0.05,
     "lease_recovery_interval_s": 0.2,
@@ -37,9 +36,10 @@ _numbers = itertools.count(1)
 class Site:
     """Queues of one test on the session's server, and how a test sees them."""
 
-    def __init__(self, server: DevServer, client: Producer, tmp_path: Path) -> None:
+    def __init__(self, server: DevServer, client: Producer, tmp_path: Path, transport: str = REST) -> None:
         self.server = server
         self.client = client
+        self.transport = transport
         self.prefix = f"t{next(_numbers)}-"
         self.tmp_path = tmp_path
 
@@ -50,12 +50,11 @@ class Site:
         queues: Sequence[str] = ("q",),
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        transport: str = TRANSPORT,
         **more: Any,
     ) -> AbstractContextManager[Daemon]:
         """A daemon that serves these queues."""
         named = [word for queue in queues for word in ("--queue", self.prefix + queue)]
-        named += transport_options(self.server, transport)
+        named += options_of(self.transport, self.server.grpc_address)
         own = {"QUEUE_PREFIX": self.prefix, **(env or {})}
         more.setdefault("api_key", self.server.api_key)
         return daemon(app, url=self.server.url, options=[*named, *options], env=own, **more)
@@ -112,11 +111,6 @@ class Site:
         assert len({worker.ledger.entries("start", job=job_id)[0]["pid"] for job_id in jobs}) == procs
 
 
-def transport_options(server: DevServer, transport: str) -> list[str]:
-    """For REST nothing: then nothing of gRPC is loaded."""
-    return [] if transport == "rest" else ["--transport", transport, "--grpc-address", server.grpc_address]
-
-
 def check_only_its_own(worker: Daemon) -> None:
     """Of all processes with the daemon's marker only fork server and children live."""
 
@@ -142,14 +136,19 @@ def client(server: DevServer) -> Iterator[Producer]:
 
 
 @pytest.fixture
-def site(server: DevServer, client: Producer, tmp_path: Path) -> Site:
-    return Site(server, client, tmp_path)
+def site(server: DevServer, client: Producer, tmp_path: Path, transport: str) -> Site:
+    return Site(server, client, tmp_path, transport)
 
 
 @pytest.fixture
-def stub() -> Iterator[StubApi]:
+def stub(transport: str) -> Iterator[StubApi]:
     with stub_api(api_key=STUB_KEY) as running:
-        yield running
+        if transport == REST:
+            yield running
+            return
+        with GrpcBridge(running.url, running.is_leased) as bridge:
+            running.options = options_of(transport, bridge.address)
+            yield running
 
 
 def stub_worker(
@@ -157,18 +156,17 @@ def stub_worker(
 ) -> AbstractContextManager[Daemon]:
     """A daemon that serves these queues of a stub."""
     named = [word for queue in queues for word in ("--queue", queue)]
-    return daemon(app, url=stub.url, api_key=STUB_KEY, options=[*named, *options], **more)
+    return daemon(app, url=stub.url, api_key=STUB_KEY, options=[*named, *stub.options, *options], **more)
 
 
 class Shared:
     """One daemon for many tests."""
 
-    def __init__(self, server: DevServer, tmp_path: Path) -> None:
-        self._server = server
-        self._tmp_path = tmp_path
+    def __init__(self, server: DevServer, tmp_path: Path, transport: str) -> None:
         self._stack = contextlib.ExitStack()
         self._worker: Daemon | None = None
-        self._queues = Site(server, server.client, tmp_path)
+        self._queues = Site(server, server.client, tmp_path, transport)
+        self.transport = transport
         self.prefix = self._queues.prefix
 
     def worker(self) -> Daemon:
@@ -187,8 +185,8 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def shared(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    daemon_of_module = Shared(server, tmp_path_factory.mktemp("shared"))
+def shared(server: DevServer, tmp_path_factory: pytest.TempPathFactory, transport: str) -> Iterator[Shared]:
+    daemon_of_module = Shared(server, tmp_path_factory.mktemp("shared"), transport)
     daemon_of_module.worker()
     yield daemon_of_module
     daemon_of_module.close()
@@ -198,7 +196,7 @@ class Bench(Site):
     """A site on the shared daemon."""
 
     def __init__(self, shared: Shared, client: Producer, server: DevServer, tmp_path: Path) -> None:
-        super().__init__(server, client, tmp_path)
+        super().__init__(server, client, tmp_path, shared.transport)
         self.daemon = shared.worker()
         self.prefix = shared.prefix
 

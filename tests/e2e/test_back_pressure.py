@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tests.e2e.conftest import Site
 from tests.support.daemon import wait_until
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = EVERY_TRANSPORT
 
 MIB = 1 << 20
 GROWER = """

@@ -15,6 +15,9 @@ import pytest
 
 from tests.support.daemon import Daemon, daemon, is_alive, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
+from tests.support.transports import EVERY_TRANSPORT, options_of
+
+pytestmark = EVERY_TRANSPORT
 
 APPS = Path(__file__).parents[1] / "chaos" / "apps"
 PUT_BACK = (
@@ -95,13 +98,13 @@ class Slot:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[DevServer]:
-    with dev_server() as running:
+    with dev_server(grpc_port=0, stream_poll_s=0.05) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def only_slot(server: DevServer) -> Iterator[Slot]:
-    options = ["--poll-interval", "0.05", "--abort-grace", "1"]
+def only_slot(server: DevServer, transport: str) -> Iterator[Slot]:
+    options = ["--poll-interval", "0.05", "--abort-grace", "1", *options_of(transport, server.grpc_address)]
     with daemon("litter", url=server.url, api_key=server.api_key, procs=1, options=options, cwd=APPS) as worker:
         found = Slot(server.client, worker, {}, itertools.count())
         found.clean = found.look()

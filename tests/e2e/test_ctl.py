@@ -16,6 +16,9 @@ import pytest
 from spooled_supervisor.control import MAX_PATH, ask
 from tests.e2e.conftest import Site
 from tests.support.daemon import Daemon, Finished, environment, run_line, wait_until
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = EVERY_TRANSPORT
 
 INSIDER = """
 import json, os, socket, subprocess, sys, time

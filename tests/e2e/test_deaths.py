@@ -13,6 +13,9 @@ import pytest
 from tests.e2e.conftest import Site, check_only_its_own, stub_worker
 from tests.support.daemon import is_alive, parent_of, wait_until
 from tests.support.stub_api import StubApi
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = EVERY_TRANSPORT
 
 # --- a child -------------------------------------------------------------------------------------------------------
 

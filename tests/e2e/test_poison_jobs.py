@@ -12,22 +12,28 @@ import pytest
 from tests.chaos.stage import start_daemon
 from tests.support.daemon import Daemon, wait_until
 from tests.support.devserver import DevServer, dev_server
+from tests.support.transports import EVERY_TRANSPORT, options_of
+
+pytestmark = EVERY_TRANSPORT
 
 
 @pytest.fixture
 def server() -> Iterator[DevServer]:
-    with dev_server(retry_base_s=0.01) as running:
+    with dev_server(grpc_port=0, stream_poll_s=0.05, retry_base_s=0.01) as running:
         yield running
 
 
-def options(server: DevServer, folder: Path, *, procs: int = 1, app_options: tuple[str, ...] = ()) -> dict[str, object]:
+def options(
+    server: DevServer, folder: Path, transport: str, *, procs: int = 1, queues: tuple[str, ...] = ("steps",)
+) -> dict[str, object]:
+    named = [word for queue in queues for word in ("--queue", queue)]
     return {
         "url": server.url,
         "api_key": server.api_key,
         "state_dir": folder / "state",
         "ledger": folder / "ledger",
         "procs": procs,
-        "options": ("--poll-interval", "0.05", *app_options),
+        "options": (*named, *options_of(transport, server.grpc_address), "--poll-interval", "0.05"),
     }
 
 
@@ -37,9 +43,9 @@ def pids(worker: Daemon, job_id: str) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL], ids=lambda n: n.name)
 def test_the_second_run_is_alone_in_a_fresh_child_and_the_third_is_refused_with_the_evidence(
-    server: DevServer, tmp_path: Path, number: signal.Signals
+    server: DevServer, tmp_path: Path, transport: str, number: signal.Signals
 ) -> None:
-    with start_daemon("steps", **options(server, tmp_path)) as worker:
+    with start_daemon("steps", **options(server, tmp_path, transport)) as worker:
         # Another job has run in the child that the first run gets.
         before = server.client.create("steps", {})
         server.client.wait_for(before, "completed")
@@ -58,8 +64,8 @@ def test_the_second_run_is_alone_in_a_fresh_child_and_the_third_is_refused_with_
         assert worker.stop() == 0
 
 
-def test_a_second_run_that_ends_well_forgives_the_first(server: DevServer, tmp_path: Path) -> None:
-    with start_daemon("steps", **options(server, tmp_path)) as worker:
+def test_a_second_run_that_ends_well_forgives_the_first(server: DevServer, tmp_path: Path, transport: str) -> None:
+    with start_daemon("steps", **options(server, tmp_path, transport)) as worker:
         job_id = server.client.create("steps", {"what": "sleep", "seconds": 0.5}, max_retries=5)
         worker.ledger.wait_for("start", job=job_id)
         os.kill(pids(worker, job_id)[0], signal.SIGKILL)
@@ -70,8 +76,8 @@ def test_a_second_run_that_ends_well_forgives_the_first(server: DevServer, tmp_p
         assert worker.stop() == 0
 
 
-def test_other_jobs_go_on_beside_a_poison_job(server: DevServer, tmp_path: Path) -> None:
-    with start_daemon("steps", **options(server, tmp_path, procs=2)) as worker:
+def test_other_jobs_go_on_beside_a_poison_job(server: DevServer, tmp_path: Path, transport: str) -> None:
+    with start_daemon("steps", **options(server, tmp_path, transport, procs=2)) as worker:
         long = server.client.create("steps", {"what": "sleep", "seconds": 1.0}, max_retries=0)
         worker.ledger.wait_for("start", job=long)
         bad = [server.client.create("steps", {"what": "signal", "signal": 11}, max_retries=3) for _ in range(2)]
@@ -85,13 +91,13 @@ def test_other_jobs_go_on_beside_a_poison_job(server: DevServer, tmp_path: Path)
         assert worker.stop() == 0
 
 
-def test_a_restart_forgives_nothing(server: DevServer, tmp_path: Path) -> None:
+def test_a_restart_forgives_nothing(server: DevServer, tmp_path: Path, transport: str) -> None:
     job_id = server.client.create("steps", {"what": "signal", "signal": 11}, max_retries=3)
-    with start_daemon("steps", **options(server, tmp_path)) as worker:
+    with start_daemon("steps", **options(server, tmp_path, transport)) as worker:
         wait_until(lambda: len(worker.events("job_failed", job_id=job_id)) >= 2, "it has killed two children")
         worker.process.kill()
         worker.process.wait()
-    with start_daemon("steps", **options(server, tmp_path)) as worker:
+    with start_daemon("steps", **options(server, tmp_path, transport)) as worker:
         job = server.client.wait_for(job_id, "deadletter")
         assert job["last_error"].startswith("not run: ")
         assert len(pids(worker, job_id)) == 2
@@ -99,10 +105,12 @@ def test_a_restart_forgives_nothing(server: DevServer, tmp_path: Path) -> None:
 
 
 def test_a_queue_whose_jobs_kill_their_children_is_left_alone_and_probed_and_the_others_are_not(
-    server: DevServer, tmp_path: Path
+    server: DevServer, tmp_path: Path, transport: str
 ) -> None:
     patch = "import spooled_supervisor.breaker as b; b.PAUSE_FIRST_S = 1.0"
-    with start_daemon("steps", **options(server, tmp_path), patch=patch) as worker:
+    with start_daemon(
+        "steps", **options(server, tmp_path, transport, queues=("steps", "other")), patch=patch
+    ) as worker:
         bad = [server.client.create("steps", {"what": "signal", "signal": 11}, max_retries=0) for _ in range(6)]
         good = server.client.create("steps", {}, max_retries=0)
         wait_until(lambda: len(worker.events("job_failed")) == 5, "five children have died")
@@ -148,11 +156,11 @@ def handle(ctx):
     ids=["raises", "exits", "dies", "writes garbage"],
 )
 def test_children_that_do_not_start_are_tried_slowly_claim_nothing_and_heal_by_themselves(
-    server: DevServer, tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
+    server: DevServer, tmp_path: Path, transport: str, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "looping.py").write_text(APP.format(start=start))
     monkeypatch.setattr("tests.chaos.stage.APPS", tmp_path)
-    with start_daemon("looping", **options(server, tmp_path)) as worker:
+    with start_daemon("looping", **options(server, tmp_path, transport, queues=("q",))) as worker:
         worker.traceback_is_fine = True
         failed = worker.wait_for_event("child_failed_to_boot", count=4)
         delays = [event["retry_in_s"] for event in worker.events("child_failed_to_boot")[:4]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos.grpc_proxy import GrpcFaultProxy
 from tests.chaos.proxy import FaultProxy
 from tests.chaos.stage import Disk, launch
 from tests.support.daemon import Daemon, is_alive, processes_of, wait_until
 from tests.support.devserver import DevServer, dev_server
+from tests.support.transports import EVERY_TRANSPORT, options_of
+
+pytestmark = EVERY_TRANSPORT
 
 START = dict[str, Any]
 
@@ -23,9 +27,10 @@ START = dict[str, Any]
 class Lives:
     """One state directory, one server, a proxy between: daemons that follow upon each other."""
 
-    def __init__(self, server: DevServer, proxy: FaultProxy, folder: Path) -> None:
+    def __init__(self, server: DevServer, proxy: FaultProxy, options: Sequence[str], folder: Path) -> None:
         self.server = server
         self.proxy = proxy
+        self.options = ("--queue", "steps", "--poll-interval", "0.05", "--abort-grace", "0.5", *options)
         self.client = server.client
         self.state_dir = folder / "state"
         self.ledger = folder / "ledger"
@@ -41,7 +46,7 @@ class Lives:
             state_dir=self.state_dir,
             ledger=self.ledger,
             procs=procs,
-            options=("--poll-interval", "0.05", "--abort-grace", "0.5", *options),
+            options=(*self.options, *options),
             patch=patch,
         )
         self.stack.callback(worker.clean_up)
@@ -59,9 +64,13 @@ class Lives:
 
 
 @pytest.fixture
-def lives(tmp_path: Path) -> Iterator[Lives]:
-    with dev_server(retry_base_s=0.01, lease_recovery_interval_s=0.5) as server, FaultProxy(server.port) as proxy:
-        made = Lives(server, proxy, tmp_path)
+def lives(tmp_path: Path, transport: str) -> Iterator[Lives]:
+    with (
+        dev_server(grpc_port=0, stream_poll_s=0.05, retry_base_s=0.01, lease_recovery_interval_s=0.5) as server,
+        FaultProxy(server.port) as proxy,
+        GrpcFaultProxy(server.grpc_address, proxy) as grpc_proxy,
+    ):
+        made = Lives(server, proxy, options_of(transport, grpc_proxy.address), tmp_path)
         with made.stack:
             yield made
 

@@ -13,6 +13,9 @@ import pytest
 from tests.e2e.conftest import STUB_KEY, Site, stub_worker
 from tests.support.daemon import Daemon, daemon, is_alive, processes_of, wait_until
 from tests.support.stub_api import Reply, StubApi
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = EVERY_TRANSPORT
 
 
 def status_of_worker(site: Site, worker: Daemon) -> str | None:

@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,6 +144,8 @@ class StubApi:
         self.completed: dict[str, bytes] = {}
         self.failed: dict[str, str] = {}
         self.commits: list[tuple[str, str]] = []
+        self.heartbeat_s = 10
+        self.options: Sequence[str] = ()  # by which a daemon gets here, besides the URL
         self.port = 0
         self._changed = threading.Condition()
         self._replies: dict[str, deque[tuple[Reply, int | None]]] = defaultdict(deque)
@@ -190,6 +192,11 @@ class StubApi:
                 self._replies.clear()
             else:
                 self._replies.pop(operation, None)
+
+    def is_leased(self, job_id: str, lease_id: str) -> bool:
+        """Whether the job is out under this lease."""
+        with self._changed:
+            return self.leases.get(job_id) == lease_id
 
     def of(self, operation: str) -> list[Request]:
         """The requests of one kind so far."""
@@ -323,9 +330,13 @@ class StubApi:
         match request.operation:
             case "register":
                 worker_id = request.json["worker_id"]
-                return 201, {"id": worker_id, "queue_name": request.json["queue_name"], "heartbeat_interval_secs": 10}
+                return 201, {
+                    "id": worker_id,
+                    "queue_name": request.json["queue_name"],
+                    "heartbeat_interval_secs": self.heartbeat_s,
+                }
             case "heartbeat":
-                return 200, {"acknowledged": True, "next_heartbeat_seconds": 10, "commands": []}
+                return 200, {"acknowledged": True, "next_heartbeat_seconds": self.heartbeat_s, "commands": []}
             case "deregister":
                 return 204, None
             case "claim":
