@@ -12,16 +12,17 @@ Closing. The protocol has no "no more, please", only a cancellation, which cross
 closed only when it must be, and what becomes of a job depends on how far it had come:
 
     the stream's job runs           the server sends nothing until that is settled: closed at once, nothing is lost
-    asked for less than LINGER_S ago    the next job may be near: waited for, and handed over like any other
-    has arrived, is not taken yet       the same: the read outlives the call (`api.grpc.JobStream`)
-    leased, but still on its way when the cancellation is sent      lost to us
+    none, but asked for just now    in a backlog the next job is near: waited for, and handed over like any other
+    has arrived, is not taken yet   the same: the read outlives the call (`api.grpc.JobStream`)
+    is leased, and still on its way when the cancellation is sent   lost to us
 
 The last one is a round trip wide and cannot be closed: the service keeps such a job leased until the lease ends, and
 that costs an attempt; a job on its last one is then dead without having run. Hence the short PUSHED_LEASE_S: the
 renewal on receipt makes it a full one. To search for it, all jobs of the queue that are processed by anybody would have
 to be read one by one, as lists do not say who holds them: no.
 
-After a lease that was lost the stream is opened anew, as the server may not know yet that it is over.
+After a lease that was lost, and when an outcome cannot be delivered for a while, the stream is opened anew: for the
+server its job is still out.
 
 An older server leases jobs ahead of what is taken, and closing loses those. Once such a job is over when it is taken,
 the queue is asked by Dequeue. So are several queues, always: a stream waits at one queue, and its place would stand
@@ -36,7 +37,7 @@ from collections.abc import Awaitable
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
 
-from spooled_supervisor.api.values import Claim
+from spooled_supervisor.api.values import Claim, UnreadableJob
 from spooled_supervisor.claiming import ClaimedQueue, Claimer
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
 from spooled_supervisor.events import ClaimAnswered, Event, JobLeaseLost, OutcomeDropped, OutcomeSettled
@@ -49,8 +50,11 @@ LOOK_S = 0.5
 """How often it is looked whether streams may be open: not all that forbids it rings a bell, such as a full outbox."""
 STEADY_S = 1.0
 """A stream that has been open for so long, on a channel that is connected, works."""
-LINGER_S = 0.5
-"""So long the next job may be on its way after the last one was settled: a round trip, and the server's claim."""
+LINGER_S = 1.0
+"""So long a job may be on its way after it was asked for, on a slow line from a busy server."""
+BACKLOG = 2
+"""After so many jobs in a row that came within LINGER_S the next one probably does, too."""
+SETTLING_PATIENCE_S = 1.0
 PUSHED_LEASE_S = 10
 """What streams ask for: enough for a job to reach us and to be renewed, and soon over if it never does."""
 SURPLUS_S = 5.0
@@ -65,11 +69,14 @@ T = TypeVar("T")
 class Source(Protocol):
     """A stream that has been opened (`api.grpc.JobStream`)."""
 
-    async def next(self) -> Job:
+    async def next(self) -> Job | UnreadableJob:
         """The next job. Raises ApiUnavailable or ApiRefused when the stream ends. Cancel-safe."""
 
-    async def close(self) -> Job | None:
-        """End it; the job that had arrived and was not taken."""
+    def stop(self) -> None:
+        """Cancel it; `next` raises ApiUnavailable then."""
+
+    async def close(self) -> Job | UnreadableJob | None:
+        """Stop it; the job that had arrived and was not taken."""
 
     @property
     def has_job(self) -> bool:
@@ -104,6 +111,7 @@ class Stream:
     key: Key | None = None  # of the job that is held
     closes_at: float | None = None  # set once, by the streamer: then it ends, unless it has a job in hand
     limit: asyncio.Timeout | None = None  # of what it waits for now, to be told of that
+    source: Source | None = None
     stirred: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # some outcome was settled
 
 
@@ -118,6 +126,8 @@ class Streamer(Claimer):
         self._sends_ahead = False  # a job came while the one before it was held
         self._is_leased_ahead = False
         self._is_finishing = False
+        self._came_at_once = 0  # jobs in a row
+        self._broke_at = float("-inf")
         self._surplus_since = float("inf")  # there have been more streams than places since then
         self._events.subscribe(self._on_settled, OutcomeSettled, OutcomeDropped, JobLeaseLost)
 
@@ -153,7 +163,8 @@ class Streamer(Claimer):
         )
         self._surplus_since = min(self._surplus_since, at) if missing < 0 else float("inf")
         if missing < 0:
-            if queue.breaker.is_open or at - self._surplus_since >= SURPLUS_S:
+            is_sick = queue.breaker.is_open or self._pool.backed_off
+            if is_sick or at - self._surplus_since >= SURPLUS_S:
                 self._close(*[stream for stream in self._tasks if stream.stage is Stage.OPEN][missing:])
         elif at >= queue.next_at and self._gate.wait_for_claim(at) == 0:
             for _ in range(missing):
@@ -166,7 +177,10 @@ class Streamer(Claimer):
             self._close(*[stream for stream in self._tasks if not self._reserves(stream)][:spare])
 
     def _next_at(self, at: float) -> float:
-        return super()._next_at(at) if self._streamed() is None else at + LOOK_S
+        queue = self._streamed()
+        if queue is None:
+            return super()._next_at(at)
+        return queue.next_at if at < queue.next_at < at + LOOK_S else at + LOOK_S
 
     def _streamed(self) -> ClaimedQueue | None:
         """The queue that is streamed; None if queues have to be asked."""
@@ -206,39 +220,49 @@ class Streamer(Claimer):
         at = now()
         for stream in streams:
             if stream.closes_at is None:
-                stream.closes_at = at + LINGER_S if self._may_be_sent(stream, at) else at
+                stream.closes_at = max(at, self._may_come_until(stream, at))
+                if stream.closes_at == at and stream.source is not None:
+                    stream.source.stop()  # now: an outcome that is sent later must find the stream closed
                 if stream.limit is not None:
                     stream.limit.reschedule(stream.closes_at)
 
-    def _may_be_sent(self, stream: Stream, at: float) -> bool:
-        """Whether a job may well be on its way."""
+    def _may_come_until(self, stream: Stream, at: float) -> float:
+        """Until when the next job is worth waiting for."""
+        if self._came_at_once < BACKLOG:
+            return at
         match stream.stage:
             case Stage.OPEN:
-                return at - stream.asked_at < LINGER_S
+                return stream.asked_at + LINGER_S
             case Stage.TAKEN:
-                return False
+                return at
             case Stage.HELD:
-                return self._reserves(stream)
+                return at + LINGER_S if self._reserves(stream) else at
 
     async def _serve(self, stream: Stream) -> None:
         queue, arrived = stream.queue, None
         lease_s = min(int(self._config.lease_duration_s), PUSHED_LEASE_S)
         try:
-            source = self._streams.stream(queue.name, lease_duration_s=lease_s)
+            source = stream.source = self._streams.stream(queue.name, lease_duration_s=lease_s)
             try:
                 while await self._go_round(stream, source):
                     pass
             finally:
                 arrived = await source.close()
         except (ApiRefused, ApiUnavailable) as error:
-            self._failed(queue, f"stream {queue.name}", error)
+            # Several that break together are one failure, and one that we have stopped is none.
+            if stream.closes_at is None and stream.opened_at > self._broke_at:
+                self._broke_at = now()
+                self._failed(queue, f"stream {queue.name}", error)
         if arrived is not None:
             await self._take(stream, arrived)
 
     async def _go_round(self, stream: Stream, source: Source) -> bool:
         """A job, from its coming until it is settled; whether there may be another one."""
         job = await self._within(stream, source.next())
-        if job is None or not await self._take(stream, job) or stream.closes_at is not None:
+        if job is None:
+            return False
+        self._came_at_once = self._came_at_once + 1 if now() - stream.asked_at < LINGER_S else 0
+        if not await self._take(stream, job) or stream.closes_at is not None:
             return False
         if not await self._within(stream, self._settled(stream, source)):
             return False
@@ -255,29 +279,37 @@ class Streamer(Claimer):
         finally:
             stream.limit = None
 
-    async def _take(self, stream: Stream, job: Job) -> bool:
+    async def _take(self, stream: Stream, found: Job | UnreadableJob) -> bool:
         """Make sure that the job is ours and hand it over; whether to go on with the stream."""
         queue = stream.queue
         stream.stage = Stage.TAKEN
         self._worked(queue)
-        renewed = await self._renewed(queue, job)
-        if renewed is None:
+        if isinstance(found, UnreadableJob):
+            claim = Claim((), (found,))
+        elif (renewed := await self._renewed(queue, found)) is not None:
+            claim, stream.key = Claim((renewed,)), renewed.key
+        else:
             return False
-        stream.stage, stream.key = Stage.HELD, renewed.key
+        stream.stage = Stage.HELD
         stream.stirred.clear()
         self._events.emit(ClaimAnswered(queue.name, 1, 1))
-        if self._on_claim(Claim((renewed,)), 1):
+        if self._on_claim(claim, 1):
             return True
         # What we cannot use goes back, and the next would come at once: the stream ends before that is settled.
         queue.next_at = now() + self._pause(queue, 0)
         return False
 
     async def _settled(self, stream: Stream, source: Source) -> bool:
-        """Wait until the job is not held any more; whether it was settled, and not lost."""
+        """Wait until the job is not held any more; whether it was settled, and not lost or put off."""
         assert stream.key is not None
-        lease = self._leases.get(stream.key)
+        lease, settling_since = self._leases.get(stream.key), float("inf")
         while lease is not None and lease.is_live:
-            self._sends_ahead = self._sends_ahead or (lease.state is LeaseState.HELD and source.has_job)
+            if lease.state is LeaseState.HELD:
+                self._sends_ahead = self._sends_ahead or source.has_job
+            else:
+                settling_since = min(settling_since, now())
+                if now() - settling_since >= SETTLING_PATIENCE_S:
+                    return False
             try:
                 async with asyncio.timeout(LOOK_S):
                     await stream.stirred.wait()

@@ -454,6 +454,7 @@ class Supervisor:
     async def _drain(self) -> None:
         self._drain_ends_at = now() + self._config.shutdown_timeout_s
         self._enter(Phase.DRAINING, self._why)
+        self._claimer.wake()  # before any job is told to stop: a stream whose job is over asks for the next
         self._notifier.stopping(self._status_text())
         self._notifier.extend_timeout(3 * TELL_INTERVAL_S)  # the next tick that asks may come after TimeoutStopSec=
         self._registration.beat_now()
@@ -473,6 +474,7 @@ class Supervisor:
         ends_at = now() + STOP_LIMIT_S
         is_forced = self._wanted is Phase.STOPPING
         self._enter(Phase.STOPPING, self._why if is_forced else "the drain's time is over")
+        self._claimer.wake()
         self._notifier.stopping(self._status_text())
         self._registration.beat_now()
         self._holder.return_all_waiting()

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def transport(request: pytest.FixtureRequest) -> str:
     """How the daemons of this test talk to the service."""
-    return str(getattr(request, "param", transports.ASKED_FOR or transports.REST))
+    return str(getattr(request, "param", transports.CHOSEN or transports.REST))
 
 
 Leak = tuple[object, str]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,11 +29,12 @@ from spooled_supervisor import __version__, timing
 from spooled_supervisor.api import answers, grpc_answers, messages
 from spooled_supervisor.api.answers import Answer, Reading
 from spooled_supervisor.api.claims import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
-from spooled_supervisor.api.values import Claim, HeartbeatAnswer, NotCarried, Registration, Settled
+from spooled_supervisor.api.values import Claim, HeartbeatAnswer, NotCarried, Registration, Settled, UnreadableJob
 from spooled_supervisor.errors import ApiUnavailable, ConfigError, ProtocolError
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job, clip_error
 from spooled_supervisor.proto import spooled_pb2 as pb
+from spooled_supervisor.proto.salvage import Undecodable, decoder
 from spooled_supervisor.proto.structs import carries, fill, plain
 
 USER_AGENT = f"spooled-supervisor/{__version__}"
@@ -46,6 +47,7 @@ RECONNECT_FIRST_MS, RECONNECT_CAP_MS = 250, 5_000
 """The library's own back-off; ours comes on top, so its one must stay the smaller."""
 STREAM_WINDOW_BYTES = 64 * 1024
 """What a server may push ahead of our reading: an older one would lease us as many jobs as fit in."""
+NO_MESSAGE = "the answer is no message of its type"
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
@@ -183,8 +185,7 @@ class GrpcApi:
         received = await self._call("claim", "QueueService/Dequeue", request, timing.now() + timeout_s)
         answer = self.read_done("claim", received)
         read = JobReader(queue_name, float(request.lease_duration_secs))
-        found = {job.id: job for message in answer.jobs if (job := read(message, received.started_at))}
-        return Claim(tuple(found.values()))
+        return claim_of(read(message, received.started_at) for message in _jobs_of(answer))
 
     async def complete(self, job: Job, result: bytes, *, tries_before: int, deadline: float) -> Settled:
         """`QueueService/Complete`. Raises NotCarried, and ProtocolError if `result` is not one JSON value."""
@@ -296,6 +297,8 @@ class GrpcApi:
         try:
             async with asyncio.timeout(deadline - started_at):
                 message = await call(request, metadata=self._metadata())
+            if isinstance(message, Undecodable) and not message.jobs():
+                raise ApiUnavailable(NO_MESSAGE)
             status = "200"
             return Received(message, None, started_at)
         except TimeoutError as error:
@@ -326,7 +329,7 @@ class GrpcApi:
             self._calls[method] = kind(
                 f"/spooled.v1.{method}",
                 request_serializer=request.SerializeToString,
-                response_deserializer=response.FromString,
+                response_deserializer=decoder(response),
             )
         return self._calls[method]
 
@@ -379,7 +382,7 @@ class JobStream:
             raise ApiUnavailable(str(error)) from error
         self._reading = asyncio.create_task(self._read(), name="read a job")
 
-    async def next(self) -> Job:
+    async def next(self) -> Job | UnreadableJob:
         """The next job. Raises ApiUnavailable or ApiRefused when the stream ends. Cancel-safe: the read goes on."""
         await asyncio.wait({self._reading})
         if self._reading.cancelled():  # what the library makes of a status CANCELLED, also of somebody else's
@@ -388,9 +391,13 @@ class JobStream:
         self._reading = asyncio.create_task(self._read(), name="read a job")
         return job
 
-    async def close(self) -> Job | None:
-        """End the call; the job that had arrived before and was not taken, if there is one."""
+    def stop(self) -> None:
+        """Cancel the call; nothing that is sent later gets to the server before that."""
         self._call.cancel()
+
+    async def close(self) -> Job | UnreadableJob | None:
+        """Stop; the job that had arrived before and was not taken, if there is one."""
+        self.stop()
         await asyncio.wait({self._reading})
         return self._reading.result() if self.has_job else None
 
@@ -400,11 +407,13 @@ class JobStream:
         reading = self._reading
         return reading.done() and not reading.cancelled() and reading.exception() is None
 
-    async def _read(self) -> Job:
+    async def _read(self) -> Job | UnreadableJob:
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 if (job := self._read_job(message, timing.now())) is not None:
                     return job
+                if isinstance(message, Undecodable):
+                    raise ApiUnavailable(NO_MESSAGE)
         except grpc.aio.AioRpcError as error:
             raise self._explain(error) from error
         except grpc.aio.UsageError as error:  # the channel is closed
@@ -413,13 +422,22 @@ class JobStream:
 
 
 class JobReader:
-    """Messages as jobs of one queue. A message without an id is nothing that could be named: None."""
+    """Messages as jobs of one queue. A message without an id is nothing that could be named: None.
+
+    One that cannot be decoded is a job to be failed by name.
+    """
 
     def __init__(self, queue_name: str, lease_duration_s: float) -> None:
         self._queue_name = queue_name
         self._lease_duration_s = lease_duration_s
 
-    def __call__(self, message: pb.Job, requested_at: float) -> Job | None:
+    def __call__(self, message: pb.Job | Undecodable, requested_at: float) -> Job | UnreadableJob | None:
+        if not isinstance(message, Undecodable):
+            return self._job(message, requested_at)
+        job = self._job(message.head(), requested_at)
+        return None if job is None else UnreadableJob(job, "gRPC cannot carry it; a payload may be nested too deeply")
+
+    def _job(self, message: pb.Job, requested_at: float) -> Job | None:
         if not message.id:
             return None
         timeout_s = float(message.timeout_seconds) if message.timeout_seconds > 0 else DEFAULT_TIMEOUT_S
@@ -434,6 +452,17 @@ class JobReader:
             lease_duration_s=self._lease_duration_s,
             requested_at=requested_at,
         )
+
+
+def claim_of(found: Iterable[Job | UnreadableJob | None]) -> Claim:
+    """Each job once."""
+    known = {(one.job if isinstance(one, UnreadableJob) else one).id: one for one in found if one is not None}
+    jobs = tuple(one for one in known.values() if isinstance(one, Job))
+    return Claim(jobs, tuple(one for one in known.values() if isinstance(one, UnreadableJob)))
+
+
+def _jobs_of(answer: pb.DequeueResponse | Undecodable) -> Iterable[pb.Job | Undecodable]:
+    return answer.jobs() if isinstance(answer, Undecodable) else answer.jobs
 
 
 _ANSWERS: dict[str, type[Any]] = {

@@ -4,7 +4,8 @@ The server answers each request of the stream in its turn and says nothing of wh
 what is written is remembered in that order, and a request whose caller has gone keeps its place. A slow reader or
 server holds up the stream, which is why a renewal never goes through it. When the stream breaks, everything that waits
 fails, as its requests may have been carried out, and the next request opens another one; when to try again is decided
-above. One dequeue gives one job, whatever is asked for.
+above. One on which nothing comes any more is broken by us (STALLED_S). One dequeue gives one job, whatever is asked
+for.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import grpc.aio
 
 from spooled_supervisor import timing
 from spooled_supervisor.api import grpc_answers, messages
-from spooled_supervisor.api.grpc import GrpcApi, JobReader, Received
-from spooled_supervisor.api.values import Claim, Settled
+from spooled_supervisor.api.grpc import NO_MESSAGE, GrpcApi, JobReader, Received, claim_of
+from spooled_supervisor.api.values import Claim, Settled, UnreadableJob
 from spooled_supervisor.errors import ApiUnavailable
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job
 from spooled_supervisor.proto import spooled_pb2 as pb
+from spooled_supervisor.proto.salvage import Undecodable
 
 NO_JOBS = "NO_JOBS"
 CLOSED = "the stream to the service was closed"
+STALLED_S = 2.0
+"""A request that had so much time and got no answer tells of a stream that hangs, if nothing else was answered."""
 
-Answered = asyncio.Future[pb.ProcessResponse]
+Answered = asyncio.Future[pb.ProcessResponse | Undecodable]
 
 
 class ProcessLink:
@@ -44,13 +48,19 @@ class ProcessLink:
         self._outgoing: asyncio.Queue[tuple[pb.ProcessRequest, Answered]] = asyncio.Queue()
         self._waiting: deque[Answered] = deque()  # the writer appends, the reader takes: in the order of the stream
         self._tasks: list[asyncio.Task[None]] = []
+        self._heard_at = float("-inf")
 
-    async def ask(self, request: pb.ProcessRequest) -> pb.ProcessResponse:
+    async def ask(self, request: pb.ProcessRequest) -> pb.ProcessResponse | Undecodable:
         """Raises ApiUnavailable. When cancelled the request may be carried out; its answer is then dropped."""
         self._ensure_open()
         answered: Answered = asyncio.get_running_loop().create_future()
         self._outgoing.put_nowait((request, answered))
         return await answered
+
+    def give_up(self, since: float) -> None:
+        """A request that was made then had no answer in time: break the stream if there was no other answer, either."""
+        if self._heard_at < since <= timing.now() - STALLED_S:
+            self._break(ApiUnavailable("nothing comes on the stream any more"))
 
     async def close(self) -> None:
         """End the stream; what waits fails."""
@@ -89,6 +99,7 @@ class ProcessLink:
                 if not waiting:
                     error = ApiUnavailable("the server answers what was not asked")
                     break
+                self._heard_at = timing.now()
                 answered = waiting.popleft()
                 if not answered.done():
                     answered.set_result(response)
@@ -159,7 +170,7 @@ class GrpcProcessApi(GrpcApi):
             *(self._dequeue(request, read, deadline) for _ in range(more)), return_exceptions=True
         )
         # What went wrong with one of these will go wrong again with the next claim, which then says so.
-        return Claim((first, *(job for job in answers if isinstance(job, Job))))
+        return claim_of((first, *(one for one in answers if not isinstance(one, BaseException))))
 
     async def complete(self, job: Job, result: bytes, *, tries_before: int, deadline: float) -> Settled:
         """As `GrpcApi.complete`; a repetition is a unary call, as only a status tells that the first one had landed."""
@@ -177,7 +188,9 @@ class GrpcProcessApi(GrpcApi):
         received = await self._ask("fail", request, deadline)
         return self.read_settled("fail", job, received, tries_before)
 
-    async def _dequeue(self, request: pb.ProcessRequest, read: JobReader, deadline: float) -> Job | None:
+    async def _dequeue(
+        self, request: pb.ProcessRequest, read: JobReader, deadline: float
+    ) -> Job | UnreadableJob | None:
         received = await self._ask("claim", request, deadline)
         if received.failure is not None and received.failure.code == NO_JOBS:
             return None
@@ -189,6 +202,11 @@ class GrpcProcessApi(GrpcApi):
         try:
             async with asyncio.timeout(max(0.0, deadline - started_at)):
                 response = await self._link.ask(request)
+            if isinstance(response, Undecodable):
+                if operation != "claim" or not (jobs := response.jobs()):
+                    raise ApiUnavailable(NO_MESSAGE)
+                status = "200"
+                return Received(jobs[0], None, started_at)
             kind = response.WhichOneof("response")
             if kind == "error":
                 failure = grpc_answers.facts(response.error.code, response.error.message, secret=self._secret)
@@ -200,6 +218,7 @@ class GrpcProcessApi(GrpcApi):
             return Received(getattr(response, kind), None, started_at)
         except TimeoutError as error:
             status = "timeout"
+            self._link.give_up(started_at)
             raise ApiUnavailable("no answer in time") from error
         except asyncio.CancelledError:
             status = ""

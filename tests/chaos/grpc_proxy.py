@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -57,9 +57,11 @@ class GrpcFaultProxy(GrpcFront):
         self._faults = faults
         faults.on_change = lambda: self.relay.refuse(faults.is_down)
 
-    def upstream(self) -> AbstractAsyncContextManager[Any]:
-        self._channel = grpc.aio.insecure_channel(self._address)
-        return self._channel
+    @asynccontextmanager
+    async def upstream(self) -> AsyncIterator[None]:
+        async with grpc.aio.insecure_channel(self._address) as self._channel:
+            yield
+        del self._channel  # while somebody has it, the library's thread lives on
 
     def handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         return [_Everything(self)]

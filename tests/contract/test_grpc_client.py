@@ -21,11 +21,13 @@ from spooled_supervisor.api.grpc import GrpcApi, JobStream, host_of
 from spooled_supervisor.api.grpc_process import GrpcProcessApi
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.api.transports import FINAL_TRIES, BothApi
-from spooled_supervisor.api.values import NotCarried, Settled
+from spooled_supervisor.api.values import NotCarried, Settled, UnreadableJob
 from spooled_supervisor.errors import ApiUnavailable, ConfigError, CredentialsRefused, LeaseLost, ProtocolError
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job
 from spooled_supervisor.proto import spooled_pb2 as pb
+from tests.chaos.grpc_proxy import GrpcFaultProxy
+from tests.chaos.proxy import Faults
 from tests.support.daemon import wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
 from tests.support.relay import Relay
@@ -95,6 +97,28 @@ def by_both(
 
     with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
         return runner.run(inside())
+
+
+def on_a_stranger(
+    methods: dict[str, Any], main: Callable[[Any], Coroutine[Any, Any, None]], kind: type[GrpcApi] = GrpcApi
+) -> None:
+    """Against a server of these methods of QueueService, whose messages are bytes."""
+
+    async def inside() -> None:
+        server = grpc.aio.server()
+        handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", methods)
+        server.add_generic_rpc_handlers((handlers,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
+        try:
+            async with kind(address=f"127.0.0.1:{port}", **settings) as api:
+                await main(api)
+        finally:
+            await server.stop(0)
+
+    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
+        runner.run(inside())
 
 
 async def claimed(api: Any, queue_name: str, limit: int = 1) -> tuple[Job, ...]:
@@ -334,13 +358,19 @@ async def streaming(api: GrpcApi, queue_name: str, lease_duration_s: int = LEASE
         await jobs.close()
 
 
+async def next_of(jobs: JobStream) -> Job:
+    job = await jobs.next()
+    assert isinstance(job, Job)
+    return job
+
+
 def test_a_stream_gives_jobs_as_they_come(server: DevServer, queue_name: str) -> None:
     async def main(api: GrpcApi) -> list[str]:
         seen = []
         async with streaming(api, queue_name) as jobs:
             ids = [server.client.create(queue_name, {"n": n}) for n in range(2)]
             for _ in ids:
-                job = await jobs.next()
+                job = await next_of(jobs)
                 seen.append(job.id)
                 await api.renew(job, deadline=soon())
                 await api.complete(job, b"{}", tries_before=0, deadline=soon())
@@ -378,29 +408,138 @@ def test_a_stream_ends_with_the_server(queue_name: str) -> None:
 def test_a_stream_that_somebody_cancels_on_its_way_is_unavailable(queue_name: str) -> None:
     """What the library makes of that status would otherwise end our task without a word."""
 
-    async def cancelled(request: pb.StreamJobsRequest, context: Any) -> AsyncIterator[pb.Job]:
+    async def cancelled(request: bytes, context: Any) -> AsyncIterator[bytes]:
         await context.abort(grpc.StatusCode.CANCELLED, "by a proxy")
-        yield pb.Job()
+        yield b""
 
-    async def main() -> None:
-        server = grpc.aio.server()
-        handler = grpc.unary_stream_rpc_method_handler(
-            cancelled, pb.StreamJobsRequest.FromString, pb.Job.SerializeToString
-        )
-        handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", {"StreamJobs": handler})
-        server.add_generic_rpc_handlers((handlers,))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
-        try:
-            async with GrpcApi(address=f"127.0.0.1:{port}", **settings) as api, streaming(api, queue_name) as jobs:
-                with pytest.raises(ApiUnavailable):
-                    await jobs.next()
-        finally:
-            await server.stop(0)
+    async def main(api: GrpcApi) -> None:
+        async with streaming(api, queue_name) as jobs:
+            with pytest.raises(ApiUnavailable):
+                await jobs.next()
+
+    on_a_stranger({"StreamJobs": grpc.unary_stream_rpc_method_handler(cancelled)}, main)
+
+
+# --- bad days ---------------------------------------------------------------------------------------------------------
+
+
+def through_faults(
+    server: DevServer, main: Callable[[Any, Faults], Coroutine[Any, Any, None]], kind: type[GrpcApi] = GrpcApi
+) -> None:
+    async def inside() -> None:
+        faults = Faults()
+        proxy = GrpcFaultProxy(server.grpc_address, faults)
+        settings: dict[str, Any] = {"api_key": lambda: server.api_key, "worker_id": "w-1", "events": Events()}
+        async with proxy.serving(), kind(address=proxy.address, **settings) as api:
+            await main(api, faults)
 
     with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
-        runner.run(main())
+        runner.run(inside())
+
+
+@pytest.mark.parametrize("fault", ["not_json", "garbage", "error_500", "error_503", "limited", "reset_before"])
+def test_whatever_comes_instead_of_an_answer_is_unavailable(
+    server: DevServer, kind: type[GrpcApi], queue_name: str, fault: str
+) -> None:
+    server.client.create(queue_name, {})
+
+    async def main(api: GrpcApi, faults: Faults) -> None:
+        (job,) = await claimed(api, queue_name)
+        faults.set(fault)
+        with pytest.raises(ApiUnavailable):
+            await claimed(api, queue_name)
+        with pytest.raises(ApiUnavailable):
+            await api.renew(job, deadline=soon())
+        with pytest.raises(ApiUnavailable):
+            await api.complete(job, b"{}", tries_before=0, deadline=soon())
+        with pytest.raises(ApiUnavailable):
+            await register(api)
+        with pytest.raises(ApiUnavailable):
+            await beat(api)
+        faults.clear()
+        while True:  # the library waits a moment before it connects again
+            with contextlib.suppress(ApiUnavailable):
+                await api.complete(job, b"{}", tries_before=1, deadline=soon())
+                return
+
+    through_faults(server, main, kind)
+
+
+@pytest.mark.parametrize("fault", ["not_json", "garbage", "error_500", "error_503", "limited", "reset_before"])
+def test_whatever_comes_instead_of_a_pushed_job_ends_the_stream(server: DevServer, queue_name: str, fault: str) -> None:
+    async def main(api: GrpcApi, faults: Faults) -> None:
+        async with streaming(api, queue_name) as jobs:
+            await asyncio.sleep(0.2)
+            faults.set(fault)
+            server.client.create(queue_name, {})
+            with pytest.raises(ApiUnavailable):
+                await asyncio.wait_for(jobs.next(), LIMIT_S)
+
+    through_faults(server, main)
+
+
+def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServer, queue_name: str) -> None:
+    """Its answers come in order, so what hangs holds up all that follows; a lease cannot wait for that."""
+    server.client.create(queue_name, {})
+
+    async def main(api: GrpcProcessApi, faults: Faults) -> None:
+        (job,) = await claimed(api, queue_name)
+        faults.set("hang", {"claim"})
+        stuck = [asyncio.ensure_future(claimed(api, queue_name)) for _ in range(3)]
+        await asyncio.to_thread(wait_until, lambda: len(faults.of("claim")) == 2, "the first of them is there")
+        for _ in range(3):
+            await api.renew(job, deadline=timing.now() + 2.0)
+        assert not any(task.done() for task in stuck)
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+
+    through_faults(server, main, GrpcProcessApi)
+
+
+def test_a_job_that_cannot_be_decoded_is_known_by_name(kind: type[GrpcApi], queue_name: str) -> None:
+    """A stranger's server may nest a payload more deeply than decoders take; the claim is ours all the same."""
+    record = pb.Job(id="j", lease_id="l", queue_name=queue_name).SerializeToString() + b"\x2a" + nested(50)
+    answer = b"\x0a" + varint(len(record)) + record  # field 1 of both kinds of answers
+
+    async def once(request: bytes, context: Any) -> bytes:
+        return answer
+
+    async def in_stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield answer
+
+    async def pushed(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield record
+
+    async def main(api: GrpcApi) -> None:
+        async with streaming(api, queue_name) as jobs:
+            claim = await api.claim(queue_name, limit=1, lease_duration_s=LEASE_S, timeout_s=LIMIT_S)
+            for found in (*claim.jobs, *claim.unreadable, await jobs.next()):
+                assert isinstance(found, UnreadableJob)
+                assert (found.job.id, found.job.lease_id, found.job.queue_name) == ("j", "l", queue_name)
+                assert "nested too deeply" in found.reason
+
+    methods: dict[str, Any] = {
+        "Dequeue": grpc.unary_unary_rpc_method_handler(once),
+        "ProcessJobs": grpc.stream_stream_rpc_method_handler(in_stream),
+        "StreamJobs": grpc.unary_stream_rpc_method_handler(pushed),
+    }
+    on_a_stranger(methods, main, kind)
+
+
+def varint(number: int) -> bytes:
+    return bytes([number & 0x7F | 0x80]) + varint(number >> 7) if number > 0x7F else bytes([number])
+
+
+def nested(levels: int) -> bytes:
+    """A Struct of so many objects within each other, with its length."""
+    struct = b""
+    for _ in range(levels):
+        value = b"\x2a" + varint(len(struct)) + struct
+        entry = b"\x0a\x01a\x12" + varint(len(value)) + value
+        struct = b"\x0a" + varint(len(entry)) + entry
+    return varint(len(struct)) + struct
 
 
 # --- closing a stream -------------------------------------------------------------------------------------------------
@@ -421,7 +560,7 @@ def test_a_job_that_has_arrived_can_be_had_after_its_stream_was_closed(server: D
         job_id = server.client.create(queue_name, {})
         await until(lambda: jobs.has_job, "the job arrives")
         job = await jobs.close()
-        assert job is not None
+        assert isinstance(job, Job)
         await api.complete(job, b"{}", tries_before=0, deadline=soon())
         assert history(server, job_id) == ["created", "claimed", "completed"]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import STUB_KEY, Site, stub_worker
 from tests.support.daemon import Daemon, daemon, is_alive, processes_of, wait_until
 from tests.support.stub_api import Reply, StubApi
-from tests.support.transports import EVERY_TRANSPORT
+from tests.support.transports import ASKED_FOR_JOBS, EVERY_TRANSPORT
 
 pytestmark = EVERY_TRANSPORT
 
@@ -290,6 +290,7 @@ def test_term_with_a_service_that_accepts_and_never_answers(stub: StubApi) -> No
 # --- claims in flight ----------------------------------------------------------------------------------------------
 
 
+@ASKED_FOR_JOBS
 def test_job_of_a_claim_that_was_in_flight_at_term_is_given_back(stub: StubApi) -> None:
     stub.on("claim", Reply(), Reply(delay_s=1.0, commit=True))
     with stub_worker(stub, procs=1) as worker:
@@ -302,6 +303,7 @@ def test_job_of_a_claim_that_was_in_flight_at_term_is_given_back(stub: StubApi) 
         assert worker.ledger.runs(job_id) == 0
 
 
+@ASKED_FOR_JOBS
 def test_last_attempt_that_arrives_during_the_drain_is_run(stub: StubApi) -> None:
     stub.on("claim", Reply(), Reply(delay_s=0.7, commit=True))
     with stub_worker(stub, procs=1) as worker:
@@ -398,6 +400,7 @@ def test_ctrl_c_in_a_terminal_drains(site: Site) -> None:
         os.close(secondary)
 
 
+@ASKED_FOR_JOBS
 def test_stop_and_continue_claims_nothing_while_quiet(stub: StubApi) -> None:
     with stub_worker(stub) as worker:
         worker.wait_until_running()

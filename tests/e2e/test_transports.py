@@ -1,6 +1,6 @@
-"""What a daemon promises, over each of the gRPC transports: the central cases of the other files, and breaks of theirs.
+"""What is special about the gRPC transports: what only they can say, and what only they can break.
 
-All others of this directory run over another transport with E2E_TRANSPORT=grpc-stream or grpc-process.
+What a daemon promises over each transport is in the files that are marked EVERY_TRANSPORT.
 """
 
 from __future__ import annotations
@@ -14,72 +14,44 @@ from typing import Any
 
 import pytest
 
+from spooled_supervisor.streaming import PUSHED_LEASE_S
 from tests.e2e.conftest import SERVER, Site
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
+from tests.support.relay import Relay
+from tests.support.transports import PROCESS, REST_ONLY, STREAM
 
-TRANSPORTS = ("grpc-stream", "grpc-process")
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+pytestmark = pytest.mark.transports(STREAM, PROCESS)
+ON_STREAMS = pytest.mark.transports(STREAM)
 
 
 @contextlib.contextmanager
-def site_of(server: DevServer, tmp_path: Path) -> Iterator[Site]:
+def site_of(server: DevServer, tmp_path: Path, transport: str) -> Iterator[Site]:
     with Producer(server.url, server.api_key) as client:
-        yield Site(server, client, tmp_path)
+        yield Site(server, client, tmp_path, transport)
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_of_all_kinds_end_as_they_should(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
-        assert site.result("ok", n=7)["n"] == 7
-        for value in ({"a": [1, 2.5, None, {"b": True}]}, [1, "two"], "text", None, 2**60):
-            job = site.run("echo", value=value)
-            assert job["status"] == "completed", job["last_error"]
-            # A payload comes through gRPC, where 2**60 is a double; a result that is no object goes out by REST.
-            assert job["result"] == (float(2**60) if value == 2**60 else value)
-        assert "as asked" in site.error("raise")
-        assert "killed by SIGKILL" in site.error("kill_self")
-        assert "limit of 1 s" in site.error("spin", fields={"timeout_seconds": 1})
+def test_a_failure_for_good_is_not_run_again(site: Site) -> None:
+    with site.worker():
         job = site.run("raise_odd", what="non-retryable", max_retries=3)
-        assert job["status"] == "deadletter", "a failure for good is not run again"
+        assert job["status"] == "deadletter"
         assert site.events(job["id"]) == ["created", "claimed", "failed"]
-        retried = site.run("raise", max_retries=1)
-        assert site.events(retried["id"]).count("claimed") == 2
-        assert worker.ledger.runs(retried["id"]) == 2
 
 
-def test_many_jobs_are_all_run_once(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
-        ids = site.client.bulk(site.prefix + "q", [{"mode": "ok", "n": n} for n in range(60)])
-        for job_id in ids:
-            assert site.end(job_id)["status"] == "completed"
-        assert {worker.ledger.runs(job_id) for job_id in ids} == {1}
-        assert {len(site.events(job_id)) for job_id in ids} == {3}
-
-
-def test_several_queues_are_served(site: Site, transport: str) -> None:
-    with site.worker(transport=transport, queues=("q", "q2", "q3")):
+def test_several_queues_are_served(site: Site) -> None:
+    with site.worker(queues=("q", "q2", "q3")):
         for queue in ("q", "q2", "q3", "q"):
             site.result("ok", queue=queue)
 
 
-def test_a_job_longer_than_its_lease_is_renewed(site: Site, transport: str) -> None:
-    with site.worker(transport=transport, options=["--lease-duration", "5"]) as worker:
-        job_id = site.add("spin", seconds=6.5)
-        assert site.end(job_id)["result"] == "spun"
-        assert worker.ledger.runs(job_id) == 1
-
-
+@ON_STREAMS
 def test_an_idle_daemon_starts_a_job_at_once(site: Site) -> None:
     """Pushed, not polled for."""
     options = ["--poll-interval", "30", "--no-events"]
-    with site.worker(transport="grpc-stream", options=options) as worker:
+    with site.worker(options=options) as worker:
         worker.wait_until_running()
         time.sleep(0.5)
         began = time.monotonic()
@@ -87,8 +59,8 @@ def test_an_idle_daemon_starts_a_job_at_once(site: Site) -> None:
         assert time.monotonic() - began < 5.0
 
 
-def test_the_worker_is_registered_beats_and_leaves(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
+def test_the_worker_is_registered_beats_and_leaves(site: Site) -> None:
+    with site.worker() as worker:
         worker_id = worker.wait_for_event("worker_registered")["worker_id"]
         worker.wait_for_event("heartbeat_sent")
         seen = site.client.call("GET", f"/workers/{worker_id}")
@@ -98,8 +70,8 @@ def test_the_worker_is_registered_beats_and_leaves(site: Site, transport: str) -
         assert site.client.call("GET", f"/workers/{worker_id}")["status"] == "offline"
 
 
-def test_only_the_supervisor_has_loaded_grpc(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
+def test_only_the_supervisor_has_loaded_grpc(site: Site) -> None:
+    with site.worker() as worker:
         worker.wait_until_running()
         site.result("ok")
         maps = {
@@ -108,52 +80,61 @@ def test_only_the_supervisor_has_loaded_grpc(site: Site, transport: str) -> None
         assert [pid for pid, text in maps.items() if "cygrpc" in text] == [worker.pid]
 
 
-# --- stopping ---------------------------------------------------------------------------------------------------------
+# --- closing streams --------------------------------------------------------------------------------------------------
 
 
-def test_term_lets_running_jobs_finish_and_takes_no_more(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
-        jobs = [site.add("spin", seconds=1.0) for _ in range(2)]
-        for job_id in jobs:
-            worker.ledger.wait_for("start", job=job_id)
-        worker.signal(signal.SIGTERM)
-        worker.wait_for_event("phase_changed", phase="draining")
-        late = [site.add("ok") for _ in range(4)]
-        assert worker.wait() == 0
-        assert [site.client.job(job_id)["status"] for job_id in jobs] == ["completed"] * 2
-        assert [site.events(job_id) for job_id in late] == [["created"]] * 4
-        assert worker.events("supervisor_stopped")[0]["unsettled"] == 0
-
-
-def test_quit_kills_running_jobs_and_reports_them(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
-        job_id = site.add("spin")
-        worker.ledger.wait_for("start", job=job_id)
-        worker.signal(signal.SIGQUIT)
-        assert worker.wait() == 0
-        assert "Worker shutdown" in site.client.job(job_id)["last_error"]
-
-
-def test_quiet_takes_nothing_until_it_is_over(site: Site, transport: str) -> None:
-    with site.worker(transport=transport) as worker:
+@ON_STREAMS
+def test_nothing_of_a_backlog_is_lost_however_often_claiming_ends_and_begins(site: Site) -> None:
+    """No job may be run a second time, so one that was lost would be a dead letter."""
+    with site.worker(procs=4) as worker:
         worker.wait_until_running()
-        site.result("ok")
-        worker.signal(signal.SIGTSTP)
-        worker.wait_for_event("quieted")
-        time.sleep(1.0)  # streams are closed within this
-        waiting = [site.add("ok") for _ in range(3)]
-        time.sleep(0.5)
-        assert [site.events(job_id) for job_id in waiting] == [["created"]] * 3
-        worker.signal(signal.SIGCONT)
-        for job_id in waiting:
+        jobs = site.client.bulk(site.prefix + "q", [{"mode": "ok"}] * 100, default_max_retries=0)
+        jobs += site.client.bulk(site.prefix + "q", [{"mode": "spin", "seconds": 0.05}] * 50, default_max_retries=0)
+        site.end(jobs[20])
+        for n in range(8):
+            worker.signal(signal.SIGTSTP)
+            worker.wait_for_event("quieted", count=n + 1)
+            worker.signal(signal.SIGCONT)
+            worker.wait_for_event("resumed", count=n + 1)
+            worker.signal(signal.SIGTTOU if n % 2 == 0 else signal.SIGTTIN)
+            worker.wait_for_event("scaled", count=n + 1)
+        for job_id in jobs:
+            job = site.end(job_id)
+            assert job["status"] == "completed", (job["last_error"], worker.tail())
+        assert {tuple(site.events(job_id)) for job_id in jobs} == {("created", "claimed", "completed")}
+
+
+@ON_STREAMS
+def test_a_job_on_the_wire_when_claiming_ends_is_run_later_and_has_lost_an_attempt(site: Site) -> None:
+    """This much no client can help: see `streaming.py`."""
+    with Relay(int(site.server.grpc_address.rpartition(":")[2])) as relay:
+        options = ["--grpc-address", relay.address, "--lease-duration", "30"]
+        with site.worker(procs=1, options=options) as worker:
+            worker.wait_until_running()
+            site.result("ok")
+            time.sleep(1.0)  # the stream has nothing to expect for long
+            relay.hold()
+            job_id = site.add("ok", max_retries=1)
+            wait_until(lambda: "claimed" in site.events(job_id), "it is leased and pushed")
+            worker.signal(signal.SIGTSTP)
+            worker.wait_for_event("quieted")
+            relay.release()
+            leased_at = time.monotonic()
+            worker.signal(signal.SIGCONT)
             assert site.end(job_id)["status"] == "completed"
+            assert time.monotonic() - leased_at < PUSHED_LEASE_S + 5.0, "not for as long as --lease-duration"
+            assert site.events(job_id) == ["created", "claimed", "lease_expired", "claimed", "completed"]
+            assert worker.ledger.runs(job_id) == 1
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_service_may_ask_for_a_drain(transport: str, tmp_path: Path) -> None:
     with (
         dev_server(grpc_port=0, heartbeat_interval_s=1, **SERVER) as own,
-        site_of(own, tmp_path) as site,
-        site.worker(transport=transport) as worker,
+        site_of(own, tmp_path, transport) as site,
+        site.worker() as worker,
     ):
         worker_id = worker.wait_for_event("worker_registered")["worker_id"]
         body = {"status": "draining", "current_jobs": 0}
@@ -165,36 +146,13 @@ def test_the_service_may_ask_for_a_drain(transport: str, tmp_path: Path) -> None
 # --- breaks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_daemon_is_reported_by_the_next_one(site: Site, transport: str, tmp_path: Path) -> None:
-    state_dir = tmp_path / "state"
-    with site.worker(transport=transport, state_dir=state_dir) as worker:
-        job_id = site.add("spin", seconds=2.0, max_retries=1)
-        worker.ledger.wait_for("start", job=job_id)
-        worker.kill()
-    with site.worker(transport=transport, state_dir=state_dir) as worker:
-        worker.wait_for_event("leftover_reported", job_id=job_id)
-        assert site.end(job_id)["status"] == "completed"
-        assert site.events(job_id) == ["created", "claimed", "failed", "claimed", "completed"]
-
-
-def test_a_job_whose_lease_is_lost_is_told_and_not_reported(site: Site, transport: str) -> None:
-    with site.worker(transport=transport, options=["--lease-duration", "5", "--heartbeat-fraction", "0.1"]) as worker:
-        job_id = site.add("cooperative")
-        worker.ledger.wait_for("start", job=job_id)
-        site.client.call("DELETE", f"/queues/{site.prefix}q?delete_jobs=true")
-        assert worker.ledger.wait_for("told", job=job_id)[0]["reason"] == "lease_lost"
-        worker.wait_for_event("job_lease_lost", job_id=job_id)
-        site.result("ok")
-        assert not worker.events("outcome_settled", job_id=job_id)
-
-
 def test_it_goes_on_after_the_server_was_away(transport: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"db": tmp_path / "jobs.sqlite3", **SERVER}
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(dev_server(grpc_port=0, **options))
         options |= {"port": first.port, "grpc_port": first.grpc_address.rpartition(":")[2]}
-        site = stack.enter_context(site_of(first, tmp_path))
-        worker: Daemon = stack.enter_context(site.worker(transport=transport))
+        site = stack.enter_context(site_of(first, tmp_path, transport))
+        worker: Daemon = stack.enter_context(site.worker())
         worker.wait_until_running()
         site.result("ok")
         running = site.add("gate", file=str(tmp_path / "gate"))
@@ -214,12 +172,13 @@ def test_it_goes_on_after_the_server_was_away(transport: str, tmp_path: Path) ->
             assert worker.stop() == 0
 
 
-def test_an_eager_server_has_its_jobs_run_too(tmp_path: Path) -> None:
+@ON_STREAMS
+def test_an_eager_server_has_its_jobs_run_too(transport: str, tmp_path: Path) -> None:
     """Older servers push jobs before they are asked for."""
     with (
         dev_server(grpc_port=0, eager_streams=True, **SERVER) as eager,
-        site_of(eager, tmp_path) as site,
-        site.worker(transport="grpc-stream") as worker,
+        site_of(eager, tmp_path, transport) as site,
+        site.worker() as worker,
     ):
         ids = site.client.bulk(site.prefix + "q", [{"mode": "ok", "n": n} for n in range(50)])
         for job_id in ids:
@@ -227,12 +186,13 @@ def test_an_eager_server_has_its_jobs_run_too(tmp_path: Path) -> None:
         assert {worker.ledger.runs(job_id) for job_id in ids} == {1}
 
 
-def test_jobs_that_an_eager_server_has_leased_too_early_come_again(tmp_path: Path) -> None:
+@ON_STREAMS
+def test_jobs_that_an_eager_server_has_leased_too_early_come_again(transport: str, tmp_path: Path) -> None:
     """Their leases end before they are read: nothing of that may be run under them, and it must not go on so."""
     with (
         dev_server(grpc_port=0, eager_streams=True, **SERVER) as eager,
-        site_of(eager, tmp_path) as site,
-        site.worker(transport="grpc-stream", procs=1, options=["--lease-duration", "5"]) as worker,
+        site_of(eager, tmp_path, transport) as site,
+        site.worker(procs=1, options=["--lease-duration", "5"]) as worker,
     ):
         ids = site.client.bulk(site.prefix + "q", [{"mode": "spin", "seconds": 1.0}] * 9, default_max_retries=3)
         for job_id in ids:
@@ -244,9 +204,10 @@ def test_jobs_that_an_eager_server_has_leased_too_early_come_again(tmp_path: Pat
 # --- beside REST ------------------------------------------------------------------------------------------------------
 
 
+@REST_ONLY
 def test_a_failure_for_good_is_one_over_rest_too_where_there_is_a_grpc_address(site: Site) -> None:
     options = ["--grpc-address", site.server.grpc_address]
-    with site.worker(transport="rest", options=options):
+    with site.worker(options=options):
         job = site.run("raise_odd", what="non-retryable", max_retries=3)
         assert job["status"] == "deadletter"
         assert site.events(job["id"]) == ["created", "claimed", "failed"]
@@ -254,8 +215,9 @@ def test_a_failure_for_good_is_one_over_rest_too_where_there_is_a_grpc_address(s
         assert site.events(retried["id"]).count("claimed") == 2
 
 
+@REST_ONLY
 def test_a_failure_for_good_is_reported_by_rest_when_grpc_is_out_of_reach(site: Site) -> None:
-    with site.worker(transport="rest", options=["--grpc-address", "127.0.0.1:9"]):
+    with site.worker(options=["--grpc-address", "127.0.0.1:9"]):
         job = site.run("raise_odd", what="non-retryable", max_retries=1)
         assert "never again" in job["last_error"]
         assert job["status"] == "deadletter"

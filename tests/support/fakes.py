@@ -138,6 +138,7 @@ class FakePool:
         self.idle = idle
         self.usable = usable
         self.slots = tuple(range(idle))
+        self.backed_off = 0
         self.running: dict[Key, Run] = {}
         self.children: list[Any] = []
         self.told: list[tuple[Any, ...]] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -38,9 +38,10 @@ class GrpcBridge(GrpcFront):
         self._url = url
         self._is_leased = is_leased
 
-    def upstream(self) -> AbstractAsyncContextManager[Any]:
-        self._http = httpx.AsyncClient(base_url=f"{self._url}/api/v1", timeout=None)
-        return self._http
+    @asynccontextmanager
+    async def upstream(self) -> AsyncIterator[None]:
+        async with httpx.AsyncClient(base_url=f"{self._url}/api/v1", timeout=None) as self._http:
+            yield
 
     def handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         queue = {

@@ -1,16 +1,18 @@
-"""A gRPC server behind a `Relay`, on a loop in a thread of its own; subclasses stand before another server with it.
+"""A gRPC server behind a `Relay`; subclasses stand before another server with it.
 
-with SomeFront(...) as front:
-    ...                     # a client of front.address
-    front.relay.cut()       # what a network does; see there
+with SomeFront(...) as front:             # on a loop in a thread of its own
+    ...                                   # a client of front.address
+    front.relay.cut()                     # what a network does; see there
+
+async with SomeFront(...).serving():      # on this loop: two loops of one process may not share the library's queue
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,9 +32,8 @@ class GrpcFront:
     def __init__(self) -> None:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="gRPC front")
         self._ready = threading.Event()
-        self._port = 0
 
-    def upstream(self) -> AbstractAsyncContextManager[Any]:
+    def upstream(self) -> AbstractAsyncContextManager[None]:
         """Open for as long as the server serves."""
         raise NotImplementedError
 
@@ -44,11 +45,20 @@ class GrpcFront:
     def address(self) -> str:
         return self.relay.address
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async with self.upstream():
+            server = grpc.aio.server()
+            server.add_generic_rpc_handlers(tuple(self.handlers()))
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            with Relay(port) as self.relay:
+                yield
+            await server.stop(0)
+
     def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(10.0), "the gRPC front did not start"
-        self.relay = Relay(self._port)
-        self.relay.__enter__()
         return self
 
     def __exit__(
@@ -57,20 +67,14 @@ class GrpcFront:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.relay.__exit__(kind, error, trace)
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(10.0)
 
     async def _main(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        async with self.upstream():
-            server = grpc.aio.server()
-            server.add_generic_rpc_handlers(tuple(self.handlers()))
-            self._port = server.add_insecure_port("127.0.0.1:0")
-            await server.start()
+        async with self.serving():
             self._ready.set()
             await self._over.wait()
-            await server.stop(0)
 
 
 def key_of(context: Context) -> str:

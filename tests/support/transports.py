@@ -15,14 +15,16 @@ import pytest
 REST, STREAM, PROCESS = TRANSPORTS = ("rest", "grpc-stream", "grpc-process")
 EVERY_TRANSPORT = pytest.mark.transports(*TRANSPORTS)
 REST_ONLY = pytest.mark.transports(REST)
-ASKED_FOR = os.environ.get("E2E_TRANSPORT")
+ASKED_FOR_JOBS = pytest.mark.transports(REST, PROCESS)
+"""Tests of claims as requests, which a stream has none of."""
+CHOSEN = os.environ.get("E2E_TRANSPORT")
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """For `pytest_generate_tests`."""
     marker = metafunc.definition.get_closest_marker("transports")
     if marker is not None and "transport" in metafunc.fixturenames:
-        names = [name for name in marker.args if ASKED_FOR in (None, name)] or marker.args[:1]
+        names = [name for name in marker.args if CHOSEN in (None, name)] or marker.args[:1]
         metafunc.parametrize("transport", names, indirect=True, scope="module")
 
 

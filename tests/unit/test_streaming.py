@@ -11,7 +11,7 @@ import pytest
 from spooled_supervisor import claiming, streaming
 from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.rest import RestApi
-from spooled_supervisor.api.values import Claim
+from spooled_supervisor.api.values import Claim, UnreadableJob
 from spooled_supervisor.config import ClaimConfig, QueueConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused, LeaseLost
 from spooled_supervisor.events import ApiTroubled, Events, JobLeaseLost, OutcomeSettled
@@ -31,15 +31,20 @@ class Source:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+        self.coming: asyncio.Future[Job | UnreadableJob] = asyncio.get_running_loop().create_future()
 
-    async def next(self) -> Job:
+    async def next(self) -> Job | UnreadableJob:
         await asyncio.wait({self.coming})
         job = self.coming.result()
         self.coming = asyncio.get_running_loop().create_future()
         return job
 
-    async def close(self) -> Job | None:
+    def stop(self) -> None:
+        if not self.coming.done():
+            self.coming.set_exception(ApiUnavailable("the stream was cancelled on its way"))
+
+    async def close(self) -> Job | UnreadableJob | None:
+        self.stop()
         self._server.streams.remove(self)
         return self.coming.result() if self.has_job else None
 
@@ -71,7 +76,7 @@ class Server:
     def open(self) -> int:
         return len(self.streams)
 
-    def push(self, *jobs: Job) -> None:
+    def push(self, *jobs: Job | UnreadableJob) -> None:
         for job in jobs:
             next(source for source in self.streams if not source.coming.done()).coming.set_result(job)
 
@@ -95,6 +100,7 @@ class Desk:
         self.leases = LeaseBook(fraction=0.5, abort_grace_s=5.0)
         self.may_claim = True
         self.is_of_no_use = False  # what comes goes back at once
+        self.claims: list[Claim] = []
         self.taken: list[tuple[float, Job]] = []
         self.refusals: list[CredentialsRefused] = []
         self.spawned = Spawned()
@@ -118,6 +124,7 @@ class Desk:
         )
 
     def take(self, claim: Claim, asked: int) -> int:
+        self.claims.append(claim)
         if self.is_of_no_use:
             return 0
         for job in claim.jobs:
@@ -243,48 +250,71 @@ def test_nothing_is_open_while_nothing_may_be_claimed(clock: FakeClock) -> None:
     assert seen == [0, 1], "at once, also the one whose job runs; then one place is taken by that job"
 
 
-def test_a_stream_that_was_opened_just_now_may_bring_a_job_before_it_is_closed(clock: FakeClock) -> None:
-    desk, seen = Desk(clock, idle=2), list[int]()
-    desk.run(
-        9.0,
-        (0.1, set_quiet(desk)),
-        (0.3, lambda: desk.server.push(job(1))),
-        (0.5, looked(desk, seen)),
-        (0.7, looked(desk, seen)),
-    )
-    assert [taken.id for _, taken in desk.taken] == ["j1"]
-    assert seen == [1, 0], "the one with a job is closed at once, the other waits for LINGER_S"
+def test_a_job_that_cannot_be_decoded_is_handed_over_to_be_failed_by_name(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    unreadable = UnreadableJob(job(1), "too deep")
+    desk.run(5.0, (1.0, lambda: desk.server.push(unreadable)))
+    assert desk.claims == [Claim((), (unreadable,))]
+    assert not desk.api.of("renew")
+
+
+Story = list[tuple[float, Callable[[], object]]]
+
+
+def two_jobs_at_once(desk: Desk) -> Story:
+    """What tells of a backlog; over after half a second."""
+    story: Story = []
+    for at, name in ((0.1, "a"), (0.3, "b")):
+        story += [
+            (at, lambda name=name: desk.server.push(make_job(id=name, lease_id=f"lease of {name}"))),  # type: ignore[misc]
+            (at + 0.1, lambda name=name: desk.over(name)),  # type: ignore[misc]
+            (at + 0.15, lambda name=name: desk.settled(name)),  # type: ignore[misc]
+        ]
+    return story
 
 
 @pytest.mark.parametrize("settled_at", [2.9, 3.1], ids=["settled", "not yet settled"])
-def test_the_next_job_is_waited_for_that_follows_on_a_settled_one(clock: FakeClock, settled_at: float) -> None:
+def test_in_a_backlog_the_job_is_waited_for_that_follows_on_a_settled_one(clock: FakeClock, settled_at: float) -> None:
     desk, seen = Desk(clock, idle=1), list[int]()
     desk.run(
         9.0,
+        *two_jobs_at_once(desk),
         (1.0, lambda: desk.server.push(job(1))),
         (2.8, lambda: desk.over("j1")),
         (settled_at, lambda: desk.settled("j1")),
         (3.0, set_quiet(desk)),
-        (3.3, lambda: desk.server.push(job(2))),
-        (3.31, looked(desk, seen)),
+        (3.6, lambda: desk.server.push(job(2))),
+        (3.61, looked(desk, seen)),
     )
-    assert [taken.id for _, taken in desk.taken] == ["j1", "j2"]
-    assert seen == [0]
+    assert [taken.id for _, taken in desk.taken] == ["a", "b", "j1", "j2"]
+    assert seen == [0], "when it has come, nothing more is waited for"
 
 
 def test_no_stream_lingers_longer_when_the_next_job_does_not_come(clock: FakeClock) -> None:
-    desk, seen = Desk(clock, idle=1), list[int]()
+    desk, seen = Desk(clock, idle=2), list[int]()
     desk.run(
         9.0,
-        (1.0, lambda: desk.server.push(job(1))),
-        (2.0, lambda: desk.over("j1")),
-        (2.1, lambda: desk.settled("j1")),
-        (2.2, set_quiet(desk)),
-        (2.3, set_quiet(desk)),  # to be told so again changes nothing
-        (2.65, looked(desk, seen)),
-        (2.75, looked(desk, seen)),
+        *two_jobs_at_once(desk),  # the second stream was asked for nothing for as long
+        (0.6, set_quiet(desk)),
+        (0.7, set_quiet(desk)),  # to be told so again changes nothing
+        (0.9, looked(desk, seen)),
+        (1.1, looked(desk, seen)),
+        (0.45 + streaming.LINGER_S + 0.1, looked(desk, seen)),
     )
-    assert seen == [1, 0]
+    assert seen == [2, 1, 0]
+
+
+def test_without_a_backlog_no_stream_lingers(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=2), list[int]()
+    desk.run(
+        9.0,
+        (0.1, lambda: desk.server.push(job(1))),
+        (0.2, lambda: desk.over("j1")),
+        (0.3, lambda: desk.settled("j1")),
+        (0.4, set_quiet(desk)),
+        (0.41, looked(desk, seen)),
+    )
+    assert seen == [0]
 
 
 def test_a_job_that_has_arrived_is_handed_over_although_its_stream_is_closed(clock: FakeClock) -> None:
@@ -297,6 +327,29 @@ def test_a_job_that_has_arrived_is_handed_over_although_its_stream_is_closed(clo
     desk.run(5.0, (2.0, both_at_once))
     assert [taken.id for _, taken in desk.taken] == ["j1"]
     assert desk.server.open == 0
+
+
+def test_a_stream_is_opened_anew_when_the_outcome_of_its_job_cannot_be_delivered(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.run(
+        9.0,
+        (1.0, lambda: desk.server.push(job(1))),
+        (2.0, lambda: desk.over("j1")),
+        (4.0, lambda: desk.server.push(job(2))),
+    )
+    assert [taken.id for _, taken in desk.taken] == ["j1", "j2"]
+    assert len(desk.server.opened) == 2, "the server sends nothing on the first one, for which its job is out"
+
+
+def test_without_a_child_that_starts_no_stream_is_open(clock: FakeClock) -> None:
+    desk, seen = Desk(clock, idle=2), list[int]()
+
+    def all_fail() -> None:
+        desk.pool.idle, desk.pool.backed_off = 0, 2
+        desk.streamer.wake()
+
+    desk.run(5.0, (2.0, all_fail), (2.01, looked(desk, seen)))
+    assert seen == [0]
 
 
 def test_with_fewer_slots_those_streams_are_closed_whose_job_runs(clock: FakeClock) -> None:
@@ -341,20 +394,36 @@ def test_a_place_that_is_soon_back_costs_no_stream(clock: FakeClock) -> None:
     assert len(desk.server.opened) == 2
 
 
-def test_a_broken_stream_is_opened_again_after_a_back_off(clock: FakeClock) -> None:
-    desk = Desk(clock, idle=1)
+@pytest.mark.parametrize("places", [1, 8])
+def test_broken_streams_are_opened_again_after_a_back_off_that_is_the_same_for_many(
+    clock: FakeClock, places: int
+) -> None:
+    desk = Desk(clock, idle=places)
 
     def mend() -> None:
         desk.server.error = None
 
     begun = clock()
     desk.run(60.0, (10.0, lambda: desk.server.fail(DOWN)), (20.0, mend))
-    later = [at - begun for at in desk.server.opened if at > begun + 10.0]
+    later = sorted({at - begun for at in desk.server.opened if at > begun + 10.0})
     assert 10.5 <= later[0] <= 11.0
     assert later[-1] >= 20.0
     assert 3 <= len(later) <= 6
     assert [event.operation for event in desk.recorded.of(ApiTroubled)] == ["stream emails"]
     assert not desk.troubles.reasons, "a stream that stays open shows that it works"
+
+
+def test_two_of_a_fleet_do_not_come_back_at_the_same_time(clock: FakeClock) -> None:
+    def delay() -> float:
+        desk = Desk(clock, idle=2)
+        begun = clock()
+        desk.server.fail(DOWN)
+        desk.run(1.5)
+        return desk.server.opened[2] - begun
+
+    delays = {delay() for _ in range(5)}
+    assert len(delays) == 5
+    assert all(0.5 <= delay <= 1.0 for delay in delays)
 
 
 def test_a_refused_key_is_told(clock: FakeClock) -> None:
