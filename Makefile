@@ -5,6 +5,7 @@
 #
 # To be told: PYTHON=python3.12 (which Python makes the environment), PYTEST_ARGS="tests/unit -x", DEMO_ARGS, BENCH_ARGS.
 # Most tests wait for processes most of the time: several files run side by side, and then the few that must be alone.
+# Tests of what holds over each transport run once over each, and each transport counts as a file.
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -28,7 +29,7 @@ demo: $(VENV)/.installed-demo ## install, then draw a picture with CPU-bound job
 
 test: $(VENV)/.installed-test ## install, then run all tests (PYTEST_ARGS: only these, one after the other)
 	@if [ -n "$(PYTEST_ARGS)" ]; then exec $(RUN) -m pytest $(PYTEST_ARGS); fi
-	$(RUN) -m pytest --numprocesses=3 --dist=loadfile -m "not alone" --durations=15
+	$(RUN) -m pytest --numprocesses=3 --dist=loadgroup -m "not alone" --durations=15
 	exec $(RUN) -m pytest -m alone
 
 check: $(VENV)/.installed-test ## format, lint, types
@@ -36,7 +37,7 @@ check: $(VENV)/.installed-test ## format, lint, types
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-e2e: $(VENV)/.installed-test ## only the tests with real processes; E2E_TRANSPORT=grpc-stream is another transport
+e2e: $(VENV)/.installed-test ## only the tests with real processes; E2E_TRANSPORT=grpc-stream: all, over that transport
 	@exec $(RUN) -m pytest tests/e2e $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test ## measure: jobs per second, cost per job, latencies

@@ -146,7 +146,7 @@ class Supervisor:
         self._commands: Commands | None = None
         self._reload_trouble = ""
         self._unknown_commands: set[str] = set()
-        self._could_claim = False  # at the last tick
+        self._was_told_no = False  # who asked whether it may claim, since the last tick
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -609,7 +609,9 @@ class Supervisor:
     def _may_claim(self) -> bool:
         standing = self._standing
         is_free = standing.quiet_reason is None and standing.refused is None and standing.pressure is None
-        return standing.phase is Phase.RUNNING and is_free and not self._outbox.is_full
+        may_claim = standing.phase is Phase.RUNNING and is_free and not self._outbox.is_full
+        self._was_told_no = self._was_told_no or not may_claim
+        return may_claim
 
     def _limit_of(self, job: Job) -> float:
         """The job's own limit, the queue's and ours: the shortest counts."""
@@ -630,8 +632,8 @@ class Supervisor:
         self._look_at_pressure(at)
         if (limit := self._config.pool.child_memory_limit_bytes) is not None:
             self._pool.kill_if_above(limit)
-        could_claim, self._could_claim = self._could_claim, self._may_claim()
-        if self._could_claim and not could_claim:  # the outbox has room again, which nobody else tells the claimer
+        was_told_no, self._was_told_no = self._was_told_no, False
+        if was_told_no and self._may_claim():  # the outbox has room again, which nobody else tells the claimer
             self._claimer.wake()
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is not None and at - self._pinged_at >= interval_s / 2:

@@ -19,7 +19,7 @@ from tests.chaos import verdict
 from tests.chaos.schedule import make_schedule
 from tests.chaos.stage import PROCS, stage
 from tests.support.daemon import processes_of, wait_until
-from tests.support.transports import EVERY_TRANSPORT
+from tests.support.transports import EVERY_TRANSPORT, REST
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "10"))
 SEED = os.environ.get("CHAOS_SEED")
@@ -72,6 +72,9 @@ def test_nothing_is_lost_and_nothing_runs_twice(transport: str, tmp_path: Path) 
         refused = [job_id for job_id, job in jobs.items() if (job["last_error"] or "").startswith(verdict.REFUSED)]
         runs = sum(line["what"] == "start" for line in lines)
         tell(f"{len(jobs)} jobs, {runs} executions, {len(play.daemons)} daemons, {len(refused)} refused")
+        by_grpc = [passed for passed in play.proxy.passed if passed.path.startswith("/spooled.v1.")]
+        tell(f"by gRPC {len(by_grpc)} requests and {sum(bool(passed.fault) for passed in by_grpc)} faults")
+        assert bool(by_grpc) == (transport != REST)
         assert not verdict.overlaps(lines)
         assert not verdict.unfit_ends(play.kinds, jobs)
         assert not verdict.doubled_outcomes(histories)
