@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.bench
-from tests.bench import meters
+from tests.bench import growth, meters, readme
 from tests.bench.figures import Result, collect, number, table
 from tests.bench.scenario import FULL, QUICK, Effort, Scenario
 from tests.bench.scenarios import chosen
@@ -30,9 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        scenarios = chosen(args.only, is_quick=args.quick)
+        scenarios = chosen(args.only, is_quick=args.quick, is_long=args.long or args.readme)
     except ValueError as error:
         parser.error(str(error))
+    if args.readme and (args.only or args.quick):
+        parser.error("--readme wants all figures, in earnest: neither --only nor --quick goes with it")
     context = {**meters.context(), "quick": args.quick, "repetitions": args.repeat}
     try:
         results, context["cores_of_others"] = measure(
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(failure, file=sys.stderr)
         return EXIT_NOT_MEASURED
     _report(results, context, args.json)
+    if args.readme:
+        readme.write(results, _circumstances(context))
     missed = [result.name for result in results if result.is_met is False]
     if missed and args.check:
         print(f"bounds missed: {', '.join(missed)}", file=sys.stderr)
@@ -52,12 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     scenarios: Sequence[Scenario], *, repetitions: int, is_quick: bool = False, patience_s: float = 0.0
 ) -> tuple[list[Result], dict[str, list[float]]]:
-    """Every scenario once, then again; the results, and how many cores others used meanwhile, by scenario."""
+    """Every scenario once, then again, but those that take long less often; the results, and how many cores others used
+    meanwhile, by scenario."""
     effort = QUICK if is_quick else FULL
     values: dict[str, list[Mapping[str, float]]] = {scenario.name: [] for scenario in scenarios}
     others: dict[str, list[float]] = {scenario.name: [] for scenario in scenarios}
     for repetition in range(1, repetitions + 1):
-        for scenario in scenarios:
+        for scenario in (scenario for scenario in scenarios if repetition <= scenario.most):
             began_at = time.monotonic()
             figures, cores = run_undisturbed(scenario, effort, patience_s)
             values[scenario.name].append(figures)
@@ -87,16 +92,22 @@ def run_undisturbed(scenario: Scenario, effort: Effort, patience_s: float) -> tu
 
 
 def _report(results: Sequence[Result], context: Mapping[str, Any], path: Path | None) -> None:
-    others = [cores for repetitions in context["cores_of_others"].values() for cores in repetitions]
-    print(table(results))
-    print(
-        f"\nPython {context['python']}, {context['system']}, {context['cpus']} CPUs; repetitions: "
-        f"{context['repetitions']}; cores busy with something else: {statistics.median(others):.2f}, at most "
-        f"{max(others):.2f}" + ("; quick: the figures mean nothing" if context["quick"] else "")
-    )
+    print(table([result for result in results if not growth.has(result)]))
+    if any(growth.has(result) for result in results):
+        print(f"\nHow cost grows:\n\n{growth.table(results)}")
+    print(f"\n{_circumstances(context)}" + ("; quick: the figures mean nothing" if context["quick"] else ""))
     if path is not None:
         document = {"context": context, "figures": [result.as_json() for result in results]}
         path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _circumstances(context: Mapping[str, Any]) -> str:
+    others = [cores for repetitions in context["cores_of_others"].values() for cores in repetitions]
+    return (
+        f"Python {context['python']}, {context['system']}, {context['cpus']} CPUs; repetitions: "
+        f"{context['repetitions']}; cores busy with something else: {statistics.median(others):.2f}, at most "
+        f"{max(others):.2f}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,6 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for each repetition wait up to so long until nobody else uses the machine, and repeat what was disturbed",
     )
+    parser.add_argument("--long", action="store_true", help="also the scenarios that take minutes each")
+    parser.add_argument("--readme", action="store_true", help="everything, and write the tables into the README")
     judging = parser.add_mutually_exclusive_group()
     judging.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
     judging.add_argument("--quick", action="store_true", help="too little of everything: only to see that it works")

@@ -126,8 +126,12 @@ def row(result: Result) -> tuple[str, ...]:
 
 def table(results: Sequence[Result]) -> str:
     """All rows with aligned columns, as a Markdown table."""
-    rows = [HEAD, *(row(result) for result in results)]
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEAD))]
+    return aligned([HEAD, *(row(result) for result in results)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the head first, as a Markdown table with aligned columns."""
+    widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
              for cells in rows]  # fmt: skip
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

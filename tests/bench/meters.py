@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from spooled_supervisor.kernel import set_parent_death_signal
 
 LOOK_S = 0.5
 
@@ -54,6 +57,17 @@ def samples(page: str) -> dict[str, float]:
     return sums
 
 
+def buckets(page: str, name: str) -> dict[float, float]:
+    """A histogram's cumulative counts by their bounds; `name` ends in `_bucket`."""
+    counts: dict[float, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == name:
+                bound = float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0.0) + sample.value
+    return counts
+
+
 class Disturbance:
     """How many cores others used: what the machine was busy with, less what we and all that we have reaped used."""
 
@@ -85,6 +99,11 @@ def wait_for_quiet(cores: float, deadline: float) -> None:
 def _cpu_ticks() -> list[int]:
     first = Path("/proc/stat").read_text().partition("\n")[0]
     return [int(field) for field in first.split()[1:9]]
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: what the benchmark starts ends with it, however it ends."""
+    set_parent_death_signal(signal.SIGKILL)
 
 
 def context() -> dict[str, object]:

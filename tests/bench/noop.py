@@ -5,22 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from tests.bench.figures import Bound, Figure, at_most
+from tests.bench.figures import Bound, Figure, at_least, at_most
 from tests.bench.scenario import Effort, Scenario
 from tests.bench.stage import JOBS, REQUESTS, stage
 
 CHILDREN = 2
 ENDED = "job_completed"  # the event: in the log at level info, one per job
+QUEUES = {"rest": "noop", "grpc-process": "empty"}
+"""Results that are no objects cannot go by gRPC."""
 
-CPU_BOUNDS_MS: Mapping[int, Bound] = {0: at_most(3.0), 1: at_most(3.0), 4: at_most(3.0)}
-"""Supervisor CPU per job over REST, by prefetch."""
+CPU_BOUNDS_MS: Mapping[tuple[str, int], Bound] = {
+    ("rest", 0): at_most(0.9),
+    ("rest", 4): at_most(0.6),
+    ("grpc-process", 4): at_most(0.4),
+}
+REQUEST_BOUNDS: Mapping[tuple[str, int], Bound] = {("rest", 0): at_most(2.0), ("rest", 4): at_most(1.3)}
+SPEED_BOUNDS: Mapping[tuple[str, int], Bound] = {("rest", 4): at_least(600), ("grpc-process", 4): at_least(1500)}
+"""By transport and prefetch."""
 
 
-def run(prefetch: int, effort: Effort) -> dict[str, float]:
+def run(transport: str, prefetch: int, effort: Effort) -> dict[str, float]:
     warmup = effort.warmup_jobs * CHILDREN
     left_over = warmup + CHILDREN * (1 + prefetch)  # so that the window closes under full load
-    jobs = warmup + effort.noop_jobs + left_over
-    with stage(before={"noop": [None] * jobs}, queue="noop", procs=CHILDREN, prefetch=prefetch) as (_, daemon):
+    queue = QUEUES[transport]
+    jobs = {queue: [None] * (warmup + effort.noop_jobs + left_over)}
+    with stage(before=jobs, queue=queue, procs=CHILDREN, prefetch=prefetch, transport=transport) as (_, daemon):
         daemon.wait_for_count(ENDED, warmup)
         children = daemon.child_pids()
         counters, begin = daemon.metrics(), daemon.cpu(children)
@@ -37,17 +46,22 @@ def run(prefetch: int, effort: Effort) -> dict[str, float]:
     }
 
 
-def scenario(prefetch: int) -> Scenario:
-    of = f"no-op job, prefetch {prefetch}"
+def scenario(transport: str, prefetch: int) -> Scenario:
+    key = (transport, prefetch)
+    by = f", {transport}" if transport != "rest" else ""
+    of = f"no-op job{by}, prefetch {prefetch}"
     figures = (
-        Figure("supervisor_ms", f"supervisor CPU per {of}", "ms", CPU_BOUNDS_MS.get(prefetch)),
+        Figure("supervisor_ms", f"supervisor CPU per {of}", "ms", CPU_BOUNDS_MS.get(key)),
         Figure("children_ms", f"children's CPU per {of}", "ms"),
         Figure("fork_server_ms", f"fork server's CPU per {of}", "ms"),
         Figure("server_ms", f"dev-server's CPU per {of}", "ms"),
-        Figure("requests", f"requests per {of}"),
-        Figure("jobs_per_s", f"no-op jobs per second, prefetch {prefetch}", "/s"),
+        Figure("requests", f"requests per {of}", "", REQUEST_BOUNDS.get(key)),
+        Figure("jobs_per_s", f"no-op jobs per second{by}, prefetch {prefetch}", "/s", SPEED_BOUNDS.get(key)),
     )
-    return Scenario(f"noop-p{prefetch}", figures, functools.partial(run, prefetch), is_typical=prefetch == 1)
+    name = f"noop-{'' if transport == 'rest' else 'grpc-'}p{prefetch}"
+    return Scenario(name, figures, functools.partial(run, transport, prefetch), is_typical=key == ("rest", 1))
 
 
-SCENARIOS = tuple(scenario(prefetch) for prefetch in (0, 1, 4))
+SCENARIOS = tuple(
+    scenario(*key) for key in (("rest", 0), ("rest", 1), ("rest", 4), ("grpc-process", 0), ("grpc-process", 4))
+)

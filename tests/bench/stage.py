@@ -4,6 +4,7 @@
         daemon.wait_for("worker_registered")
         daemon.wait_for_count("job_completed", 100)
 
+With a distance, the daemon reaches the server through a proxy that is yet another process (`distance.py`).
 The daemon's log (JSON, one event a line) is what there is to wait for. It is read only inside the `wait` methods, by
 the benchmark's one thread; the pipe holds thousands of lines meanwhile, and a line that was dropped is an error here.
 """
@@ -29,8 +30,8 @@ from typing import Any
 
 import msgspec
 
-from spooled_supervisor.kernel import set_parent_death_signal
-from tests.bench import meters
+from tests.bench import distance, meters
+from tests.bench.meters import die_with_parent
 from tests.bench.records import VARIABLE, Record, read
 from tests.support.devserver import REPOSITORY, DevServer, dev_server
 
@@ -40,6 +41,8 @@ STOP_LIMIT_S = 20.0
 PIPE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 TAIL_LINES = 15
+MAX_REQUEST_BYTES = 1_500_000
+"""Of payloads in one request; the server takes 2 MiB."""
 
 REQUESTS, JOBS = "spooled_supervisor_api_requests_total", "worker_jobs_processed_total"
 """The daemon's counters that scenarios look at."""
@@ -89,6 +92,7 @@ class Daemon:
         self.counts: Counter[str] = Counter()
         self._server = server
         self._records = records
+        self._fork_server = self._port = 0  # not known yet
         self._log_fd = process.stderr.fileno()
         self._rest = b""
         self._pidfd = os.pidfd_open(process.pid)
@@ -158,10 +162,22 @@ class Daemon:
         return [child["pid"] for child in _decode(self._get("/status.json"))["children"]]
 
     def fork_server_pid(self) -> int:
-        return int(self.wait_for("fork_server_ready")["pid"])
+        if self._fork_server == 0:
+            self._fork_server = int(self.wait_for("fork_server_ready")["pid"])
+        return self._fork_server
+
+    def forget_events(self) -> None:
+        """Keep the counts only: hundreds of thousands of lines would make this process slow."""
+        self.fork_server_pid()
+        self._port = self._endpoint_port()
+        self.events.clear()
 
     def metrics(self) -> dict[str, float]:
         return meters.samples(self._get("/metrics").decode())
+
+    def buckets(self, name: str) -> dict[float, float]:
+        """A histogram's cumulative counts by their bounds, over all its labels."""
+        return meters.buckets(self._get("/metrics").decode(), name)
 
     def cpu(self, children: list[int]) -> CpuReading:
         """All clocks now; `children` as `child_pids` gave them, since asking costs CPU."""
@@ -180,8 +196,7 @@ class Daemon:
         return read(self._records)
 
     def _get(self, path: str) -> bytes:
-        port = self.wait_for("endpoints_listening")["port"]
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self._endpoint_port(), timeout=10)
         with contextlib.closing(connection):
             connection.request("GET", path)
             response = connection.getresponse()
@@ -189,6 +204,9 @@ class Daemon:
         if response.status != 200:
             raise NotMeasured(f"GET {path}: {response.status} {body[:300]!r}")
         return body
+
+    def _endpoint_port(self) -> int:
+        return self._port or int(self.wait_for("endpoints_listening")["port"])
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
@@ -229,19 +247,36 @@ def stage(
     before: Mapping[str, list[Any]] | None = None,
     app: str = APP,
     env: Mapping[str, str] | None = None,
+    round_trip_s: float = 0.0,
     **options: Any,
 ) -> Iterator[tuple[DevServer, Daemon]]:
     """A server, the jobs of `before` (payloads by queue) in it, and a daemon with these options (as in its help).
 
-    A tuple repeats an option. A daemon that still runs at the end is stopped, and must stop well.
+    A tuple repeats an option. The daemon is `round_trip_s` away from the server. One that still runs at the end is
+    stopped, and must stop well.
     """
-    with tempfile.TemporaryDirectory(prefix="spooled-bench-") as directory, dev_server() as server:
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spooled-bench-")))
+        by_grpc = str(options.get("transport", "rest")).startswith("grpc")
+        server = stack.enter_context(dev_server(grpc_port=0 if by_grpc else None))
         for queue, payloads in (before or {}).items():
-            server.client.bulk(queue, payloads)
-        with run_daemon(server, Path(directory), app=app, env=env or {}, options=options) as daemon:
-            yield server, daemon
-            if daemon.process.poll() is None:
-                daemon.stop()
+            _offer(server, queue, payloads)
+        if by_grpc:
+            options["grpc_address"] = server.grpc_address
+        if round_trip_s:
+            port = stack.enter_context(distance.away(server.port, round_trip_s))
+            options["api_url"] = f"http://127.0.0.1:{port}"
+        daemon = stack.enter_context(run_daemon(server, directory, app=app, env=env or {}, options=options))
+        yield server, daemon
+        if daemon.process.poll() is None:
+            daemon.stop()
+
+
+def _offer(server: DevServer, queue: str, payloads: list[Any]) -> None:
+    """In as few requests as their size allows."""
+    at_once = max(1, MAX_REQUEST_BYTES // len(msgspec.json.encode(payloads[0])))
+    for start in range(0, len(payloads), at_once):
+        server.client.bulk(queue, payloads[start : start + at_once])
 
 
 @contextlib.contextmanager
@@ -266,7 +301,7 @@ def run_daemon(
         env={**inherited, **env, "SPOOLED_API_KEY": server.api_key, VARIABLE: str(records)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=_die_with_parent,  # the benchmark has one thread
+        preexec_fn=die_with_parent,  # the benchmark has one thread
     )
     daemon = Daemon(process, started_at, records, server)
     try:
@@ -278,7 +313,3 @@ def run_daemon(
 def _flags(name: str, value: object) -> Iterator[str]:
     for one in value if isinstance(value, tuple) else (value,):
         yield from (f"--{name.replace('_', '-')}", str(one))
-
-
-def _die_with_parent() -> None:
-    set_parent_death_signal(signal.SIGKILL)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import math
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench import __main__ as command
-from tests.bench import efficiency, meters, records, stage
+from tests.bench import chatty, efficiency, growth, meters, readme, records, stage
+from tests.bench.distance import away
 from tests.bench.figures import Figure, Result, at_least, at_most, collect, number, quantile, row, table
 from tests.bench.records import Record
 from tests.bench.scenario import QUICK, Effort, Scenario
@@ -118,7 +123,14 @@ def test_names_of_scenarios_and_figures_are_unique() -> None:
 
 def test_a_beginning_chooses_scenarios_in_the_order_of_the_table() -> None:
     assert [scenario.name for scenario in chosen(["kill", "noop-p"])] == ["noop-p0", "noop-p1", "noop-p4", "kill"]
-    assert chosen([]) == ALL
+    assert chosen([], is_long=True) == ALL
+
+
+def test_what_takes_minutes_is_left_out_unless_it_is_asked_for() -> None:
+    long = [scenario.name for scenario in ALL if scenario.is_long]
+    assert long == ["leak-long", "idle-settled"]
+    assert [scenario.name for scenario in ALL if scenario not in chosen([])] == long
+    assert [scenario.name for scenario in chosen(["leak"])] == ["leak", "leak-long"]
 
 
 def test_a_beginning_that_fits_nothing_is_refused_with_what_there_is() -> None:
@@ -201,6 +213,95 @@ def test_an_event_happened_when_its_line_says() -> None:
     assert stage.instant({"ts": "1970-01-01T00:01:00.250Z"}) == 60.25
 
 
+def test_buckets_are_summed_over_labels_and_keep_their_bounds() -> None:
+    page = (
+        "# TYPE h histogram\n"
+        'h_bucket{q="a",le="0.1"} 1.0\nh_bucket{q="a",le="+Inf"} 2.0\n'
+        'h_bucket{q="b",le="0.1"} 3.0\nh_bucket{q="b",le="+Inf"} 3.0\n'
+    )
+    assert meters.buckets(page, "h_bucket") == {0.1: 4.0, math.inf: 5.0}
+
+
+def test_a_quantile_of_a_histogram_is_the_bound_above_it() -> None:
+    assert chatty.quantile_of({0.1: 98, 0.25: 99, math.inf: 100}, 0.99) == 0.25
+    with pytest.raises(NotMeasured):
+        chatty.quantile_of({0.1: 0, math.inf: 0}, 0.99)
+
+
+# --- a server some way off --------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_as_far_away_as_was_asked_for_and_every_byte_arrives() -> None:
+    data = os.urandom(300_000)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = stack.enter_context(away(server.getsockname()[1], 0.02))
+        near = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        far = stack.enter_context(server.accept()[0])
+        asked_at = time.monotonic()
+        near.sendall(b"?")
+        assert far.recv(1) == b"?"
+        far.sendall(b"!")
+        assert near.recv(1) == b"!"
+        assert time.monotonic() - asked_at >= 0.02
+        far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+        assert b"".join(iter(lambda: near.recv(1 << 16), b"")) == data
+
+
+# --- how cost grows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("points", "exponent"),
+    [
+        ([(1, 3.0), (4, 3.0), (16, 3.0)], 0.0),
+        ([(1, 1.0), (10, 10.0)], 1.0),
+        ([(1, 1.0), (2, 1.5), (4, 6.0)], 2.0),  # the steepest step counts, not the way from end to end
+        ([(0, 1.0), (10, 2.0), (100, 2.0)], 0.0),
+    ],
+)
+def test_growth_is_the_exponent_of_its_steepest_step(points: list[tuple[float, float]], exponent: float) -> None:
+    assert growth.steepest(points) == pytest.approx(exponent)
+
+
+def made_up(scenario: Scenario, value: float = 2.0) -> list[Result]:
+    return [Result(scenario.name, figure, (value,)) for figure in scenario.figures]
+
+
+def test_the_table_of_growth_has_a_line_for_each_cost_and_says_whether_it_is_linear() -> None:
+    (leases,) = [scenario for scenario in ALL if scenario.name == "growth-leases"]
+    lines = growth.table(made_up(leases)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
+    assert cells == [
+        list(growth.HEAD),
+        ["supervisor CPU per renewal", "leases held: 20, 100, 1000", "2.00, 2.00, 2.00 ms", "2.00", "<= 1", "NO"],
+        ["lateness of renewals", "leases held: 20, 100, 1000", "2.00, 2.00, 2.00 ms", "2.00", "<= 1", "NO"],
+    ]
+
+
+# --- the README -------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_gets_all_that_has_a_bound_between_its_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n\n{readme.BEGIN}\nold\n{readme.END}\n\nafter\n")
+    monkeypatch.setattr(readme, "README", path)
+    results = [result for scenario in ALL for result in made_up(scenario)]
+    for _ in range(2):  # writing it again changes nothing
+        readme.write(results, "on a quiet machine")
+        text = path.read_text()
+        assert text.startswith("before\n\n")
+        assert text.endswith("\n\nafter\n")
+        assert "old" not in text
+        bounded = [r.figure.title for r in results if r.figure.bound is not None and not growth.has(r)]
+        assert [title for title in bounded if f"| {title} " not in text] == []
+        assert growth.table(results) in text
+        assert text.count("on a quiet machine") == 1
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +327,12 @@ def test_repetitions_go_round() -> None:
     assert {name: len(cores) for name, cores in others.items()} == {"a": 2, "b": 2}
 
 
+def test_what_takes_long_is_repeated_less_often() -> None:
+    scenarios = [fake("once", PLAIN, 1.0), fake("thrice", COST, 1.0, 2.0, 3.0)]
+    results, _ = command.measure([dataclasses.replace(scenarios[0], most=1), scenarios[1]], repetitions=3)
+    assert [result.values for result in results] == [(1.0,), (1.0, 2.0, 3.0)]
+
+
 def test_patience_keeps_the_least_disturbed_try_and_ends_with_a_quiet_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = [0.9, 0.5, 0.1, 0.0]
     monkeypatch.setattr(meters, "wait_for_quiet", lambda cores, deadline: None)
@@ -243,7 +350,7 @@ def test_without_patience_one_try_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_missed_bound_matters_only_with_check(
     flags: list[str], value: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "chosen", lambda only, is_quick: (fake("s", COST, value),))
+    monkeypatch.setattr(command, "chosen", lambda only, **_: (fake("s", COST, value),))
     assert command.main(["--repeat", "1", *flags]) == status
     printed = capsys.readouterr()
     assert "| cost " in printed.out
@@ -256,12 +363,21 @@ def test_what_cannot_be_measured_has_a_status_of_its_own(
     def run(effort: Effort) -> dict[str, float]:
         raise NotMeasured("it did not start")
 
-    monkeypatch.setattr(command, "chosen", lambda only, is_quick: (Scenario("s", (COST,), run),))
+    monkeypatch.setattr(command, "chosen", lambda only, **_: (Scenario("s", (COST,), run),))
     assert command.main([]) == 2
     assert "s could not be measured: it did not start" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--only", "nope"], ["--repeat", "0"], ["--quick", "--check"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--only", "nope"],
+        ["--repeat", "0"],
+        ["--quick", "--check"],
+        ["--readme", "--only", "kill"],
+        ["--readme", "--quick"],
+    ],
+)
 def test_a_wrong_command_line_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(argv)
