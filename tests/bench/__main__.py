@@ -92,8 +92,9 @@ def run_undisturbed(scenario: Scenario, effort: Effort, patience_s: float) -> tu
 
 
 def _report(results: Sequence[Result], context: Mapping[str, Any], path: Path | None) -> None:
-    print(table([result for result in results if not growth.has(result)]))
-    if any(growth.has(result) for result in results):
+    if plain := [result for result in results if not growth.has(result)]:
+        print(table(plain))
+    if len(plain) < len(results):
         print(f"\nHow cost grows:\n\n{growth.table(results)}")
     print(f"\n{_circumstances(context)}" + ("; quick: the figures mean nothing" if context["quick"] else ""))
     if path is not None:

@@ -71,23 +71,33 @@ def steepest(points: Iterable[tuple[float, float]]) -> float:
 
 
 def against_children(children: int, share: float) -> Cost:
-    """No-op jobs at full speed, none ahead of the children."""
-    jobs = max(round(1600 * share), 8 * children)
-    return _of_jobs({"noop": [None] * (jobs + 4 * children)}, jobs, warmup=2 * children, procs=children)
+    """CPU of no-op jobs at full speed, none ahead of the children; latency of jobs that come one at a time."""
+    jobs, alone = max(round(1600 * share), 8 * children), round(100 * share)
+    before = {"noop": [None] * (jobs + 4 * children)}
+    with stage(before=before, queue="noop", procs=children) as (server, daemon):
+        cpu_ms = _of_jobs(daemon, jobs, warmup=2 * children).cpu_ms
+        daemon.wait_for_count("job_completed", len(before["noop"]))
+        counters = daemon.metrics()
+        for _ in range(alone):
+            server.client.create("noop")
+            daemon.wait_for_count("job_completed", daemon.counts["job_completed"] + 1)
+        return Cost(cpu_ms, 1000 * _mean(WAIT, counters, daemon.metrics()))
 
 
 def against_payload(kilobytes: int, share: float) -> Cost:
     """No-op jobs one after the other, so that nothing but its own size delays a job."""
     jobs = max(5, round((600 if kilobytes < 1000 else 60) * share))
     payload = {"text": "x" * (1000 * kilobytes)}
-    return _of_jobs({"noop": [payload] * (jobs + 4)}, jobs, warmup=2, procs=1)
+    with stage(before={"noop": [payload] * (jobs + 4)}, queue="noop", procs=1) as (_, daemon):
+        return _of_jobs(daemon, jobs, warmup=2)
 
 
 def against_logs(lines: int, share: float) -> Cost:
     """Jobs of half a second in many children, each with so many lines."""
     children = 16
     jobs = children * max(2, round(10 * share))
-    return _of_jobs({"wordy": [lines] * (jobs + 2 * children)}, jobs, warmup=children, procs=children)
+    with stage(before={"wordy": [lines] * (jobs + 2 * children)}, queue="wordy", procs=children) as (_, daemon):
+        return _of_jobs(daemon, jobs, warmup=children)
 
 
 def against_leases(leases: int, share: float) -> Cost:
@@ -111,13 +121,12 @@ def _wait_for_leases(daemon: Daemon, leases: int) -> None:
         daemon.listen_until(time.monotonic() + 0.1)
 
 
-def _of_jobs(before: Mapping[str, list[Any]], jobs: int, *, warmup: int, procs: int) -> Cost:
-    (queue,) = before
-    with stage(before=before, queue=queue, procs=procs) as (_, daemon):
-        daemon.wait_for_count("job_completed", warmup)
-        counters, begin = daemon.metrics(), daemon.cpu([])
-        daemon.wait_for_count("job_completed", begin.jobs + jobs)
-        spent, counted = daemon.cpu([]).since(begin), daemon.metrics()
+def _of_jobs(daemon: Daemon, jobs: int, *, warmup: int) -> Cost:
+    """Of so many jobs after the warm-up; more must wait."""
+    daemon.wait_for_count("job_completed", warmup)
+    counters, begin = daemon.metrics(), daemon.cpu([])
+    daemon.wait_for_count("job_completed", begin.jobs + jobs)
+    spent, counted = daemon.cpu([]).since(begin), daemon.metrics()
     return Cost(1000 * spent.supervisor / spent.jobs, 1000 * _mean(WAIT, counters, counted))
 
 
