@@ -11,12 +11,18 @@ renewed the lease, on our own clock (`timing.now`), never from the service's. Fr
 So a lease that cannot be renewed fences itself: nothing of ours runs any more when another worker may hold the job.
 Renewal goes on until the outcome is settled, during a drain too, and never waits for a child. A supervisor that is
 itself stopped (SIGSTOP, a frozen cgroup, a sleeping machine) cannot fence; on waking it looks at the ends first.
+
+What is due is found by a heap of looks, so that a thousand leases cost each of them no more than ten do. Leases that
+were claimed together would be renewed together, and the last of a thousand wait for the others: each lease is renewed
+a little earlier than the one before it (SPREAD_S), and so never again at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from spooled_supervisor.config import abort_after_s, kill_after_s
 from spooled_supervisor.job import Job
@@ -25,6 +31,12 @@ from spooled_supervisor.timing import Backoff
 
 RENEW_RETRY_FIRST_S = 0.25
 RENEW_RETRY_CAP_S = 5.0
+SPREAD_S = 0.001
+"""Three times what it takes to send a renewal."""
+MAX_SPREAD = 0.2
+"""Of the time from one renewal to the next: so much earlier than it must be a lease is renewed at most."""
+STALE_LOOKS = 64
+"""So many looks at leases that have left are kept before they are swept out, besides one for each that is there."""
 
 Key = tuple[str, str | None]
 
@@ -36,10 +48,12 @@ class Lease:
     job: Job
     fraction: float
     abort_grace_s: float
+    spread_s: float = 0.0  # how much earlier it is renewed than it must be
     state: LeaseState = LeaseState.HELD
     started_at: float = 0.0
     renew_at: float = 0.0
     due_at: float = 0.0  # when the renewal that is due now was first due: its lateness is measured from here
+    look_at: float = float("inf")  # when the book looks at it next
     renewing: bool = False
     aborted: bool = False  # passing abort_at has been told
     killed: bool = False  # passing kill_at has been told
@@ -48,7 +62,8 @@ class Lease:
     def count_from(self, started_at: float) -> None:
         """The request that won or renewed it was started then."""
         self.started_at = started_at
-        self.renew_at = self.due_at = started_at + self.job.lease_duration_s * self.fraction
+        interval_s = self.job.lease_duration_s * self.fraction
+        self.renew_at = self.due_at = started_at + interval_s - self.spread_s % (MAX_SPREAD * interval_s)
         self.backoff.reset()
 
     @property
@@ -96,7 +111,10 @@ class LeaseBook:
         self._fraction = fraction
         self._abort_grace_s = abort_grace_s
         self._leases: dict[Key, Lease] = {}
-        self._next_due = float("inf")
+        self._looks: list[
+            tuple[float, int, Key]
+        ] = []  # the earliest first; one counts if its lease's `look_at` says so
+        self._order = count()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -115,44 +133,61 @@ class LeaseBook:
         """Take a claimed job into the book; None if this very lease is in it already (an answer that came twice)."""
         if job.key in self._leases:
             return None
-        lease = Lease(job, self._fraction, self._abort_grace_s)
+        lease = Lease(job, self._fraction, self._abort_grace_s, len(self._leases) * SPREAD_S)
         lease.count_from(job.requested_at)
         self._leases[job.key] = lease
-        self._next_due = min(self._next_due, lease.next_due())
+        self._plan_look(lease)
         return lease
 
     def next_due(self) -> float:
         """No later than the next instant at which `due` will have something to say; inf if nothing is held."""
-        return self._next_due
+        return self._looks[0][0] if self._looks else float("inf")
 
     def due(self, now: float) -> Due:
         """What is due at `now`. Each abort, kill and end is told once; a renewal is told when none is under way."""
         due = Due()
-        for lease in self:
-            runs = lease.state is LeaseState.HELD
-            if now >= lease.end:
-                due.ended.append(lease)
-                self._leave(lease, LeaseEvent.RAN_OUT_OF_TIME)
-            elif runs and now >= lease.kill_at and not lease.killed:
-                if not lease.aborted:  # the clock has jumped over abort_at
-                    due.abort.append(lease)
-                lease.killed = lease.aborted = True
-                due.kill.append(lease)
-            elif runs and now >= lease.abort_at and not lease.aborted:
-                lease.aborted = True
-                due.abort.append(lease)
-            elif now >= lease.renew_at and not lease.renewing and not (runs and lease.aborted):
-                lease.renewing = True
-                due.renew.append(lease)
-        self._next_due = min((lease.next_due() for lease in self), default=float("inf"))
+        looked_at = []
+        while self._looks and self._looks[0][0] <= now:
+            at, _, key = heappop(self._looks)
+            lease = self._leases.get(key)
+            if lease is not None and lease.look_at == at:
+                lease.look_at = float("inf")
+                self._look(lease, now, due)
+                looked_at.append(lease)
+        for lease in looked_at:
+            self._plan_look(lease)
         return due
+
+    def _look(self, lease: Lease, now: float, due: Due) -> None:
+        runs = lease.state is LeaseState.HELD
+        if now >= lease.end:
+            due.ended.append(lease)
+            self._leave(lease, LeaseEvent.RAN_OUT_OF_TIME)
+        elif runs and now >= lease.kill_at and not lease.killed:
+            if not lease.aborted:  # the clock has jumped over abort_at
+                due.abort.append(lease)
+            lease.killed = lease.aborted = True
+            due.kill.append(lease)
+        elif runs and now >= lease.abort_at and not lease.aborted:
+            lease.aborted = True
+            due.abort.append(lease)
+        elif now >= lease.renew_at and not lease.renewing and not (runs and lease.aborted):
+            lease.renewing = True
+            due.renew.append(lease)
+
+    def _plan_look(self, lease: Lease) -> None:
+        """See that it is looked at when it is due. A look that comes earlier will plan this one."""
+        at = lease.next_due()
+        if lease.is_live and at < lease.look_at:
+            lease.look_at = at
+            heappush(self._looks, (at, next(self._order), lease.job.key))
 
     def renewed(self, lease: Lease, started_at: float) -> None:
         """A renewal that was started then succeeded. It does not undo an abort that has been told already."""
         lease.renewing = False
         if lease.is_live and not (lease.state is LeaseState.HELD and lease.aborted):
             lease.count_from(max(started_at, lease.started_at))
-        self._next_due = min(self._next_due, lease.next_due())
+        self._plan_look(lease)
 
     def renewal_failed(self, lease: Lease, now: float, *, retry_after_s: float | None = None) -> float:
         """No usable answer; returns the instant of the next try, which never lies beyond abort_at by a hint's will."""
@@ -161,13 +196,13 @@ class LeaseBook:
         if retry_after_s is not None:
             delay = max(delay, min(retry_after_s, (lease.abort_at - now) / 2))
         lease.renew_at = now + delay
-        self._next_due = min(self._next_due, lease.next_due())
+        self._plan_look(lease)
         return lease.renew_at
 
     def decided(self, lease: Lease) -> None:
         """The outcome is known and will be reported."""
         lease.state = advance(LEASE, lease.state, LeaseEvent.WAS_DECIDED)
-        self._next_due = min(self._next_due, lease.next_due())  # one that was told to abort is renewed again
+        self._plan_look(lease)  # one that was told to abort is renewed again
 
     def settled(self, lease: Lease) -> None:
         """The service has the outcome."""
@@ -184,3 +219,7 @@ class LeaseBook:
     def _leave(self, lease: Lease, event: LeaseEvent) -> None:
         lease.state = advance(LEASE, lease.state, event)
         del self._leases[lease.job.key]
+        if len(self._looks) > 2 * len(self._leases) + STALE_LOOKS:
+            planned = ((key, lease.look_at) for key, lease in self._leases.items() if lease.look_at < float("inf"))
+            self._looks = [(at, next(self._order), key) for key, at in planned]
+            heapify(self._looks)

@@ -340,6 +340,33 @@ def test_looking_does_not_change_a_book_in_which_nothing_is_due() -> None:
     assert book.next_due() == 20.0
 
 
+def test_leases_that_were_claimed_together_are_not_renewed_together_and_none_later_than_it_must_be() -> None:
+    book = a_book()
+    leases = [held(book, 0.0, id=f"job-{n}") for n in range(1000)]
+    assert leases[0].renew_at == 20.0
+    for _ in range(3):
+        instants = [lease.renew_at for lease in leases]
+        assert max(sum(at <= other < at + 0.01 for other in instants) for at in instants) <= 11
+        assert all(16.0 <= lease.renew_at - lease.started_at <= 20.0 for lease in leases)
+        for lease in leases:
+            book.renewed(lease, lease.renew_at)
+
+
+def test_a_short_lease_is_renewed_after_four_fifths_of_its_time_at_the_earliest() -> None:
+    book = a_book()
+    leases = [held(book, 0.0, 5.0, id=f"job-{n}") for n in range(1000)]
+    assert min(lease.renew_at for lease in leases) >= 0.8 * 2.5
+
+
+def test_what_has_left_is_not_remembered() -> None:
+    book = a_book()
+    stays = held(book, 0.0, id="stays")
+    for n in range(10_000):
+        book.refused(held(book, 0.001 * n, id=f"job-{n}"))
+    assert len(book._looks) < 100
+    assert book.due(20.0).renew == [stays]
+
+
 # --- by property ------------------------------------------------------------------------------------------------------
 
 steps = st.lists(
