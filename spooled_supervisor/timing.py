@@ -51,6 +51,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return BoottimeLoop()
 
 
+_chance = random.Random()
+"""One for all: there is a back-off for each lease and for each report, and seeding a generator takes 10 us."""
+
+
 class Backoff:
     """Growing, capped, jittered delays: full jitter between half and the whole of `first_s * factor ** n`.
 
@@ -63,7 +67,7 @@ class Backoff:
         self._first_s = first_s
         self._cap_s = cap_s
         self._factor = factor
-        self._rng = rng or random.Random()
+        self._rng = rng or _chance
         self.failures = 0
 
     def next_delay(self) -> float:
