@@ -50,6 +50,7 @@ PREFIX = "spooled_supervisor_"
 SHORT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 JOB_BOUNDS_S = (*SHORT_BOUNDS_S, 120, 300, 600, 1800, 3600, 7200, 14400, 43200)
 LAG_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+LATENESS_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, *LAG_BOUNDS_S)
 
 LEFT_FOR_GOOD = frozenset({"scale", "shutdown"})  # reasons to exit after which no child takes the place
 KILL_REASONS = ("boot", "exit", "lease_lost", "memory", "operator", "protocol", "shutdown", "timeout", "unresponsive")
@@ -194,7 +195,9 @@ class Metrics(Collector):
     def _count_leases(self) -> None:
         renewals = self._counter(PREFIX + "lease_renewals_total", "Lease renewals, by result.", result=RENEWAL_RESULTS)
         late = self._histogram(
-            PREFIX + "lease_renewal_lateness_seconds", "How long after they were due leases were renewed.", LAG_BOUNDS_S
+            PREFIX + "lease_renewal_lateness_seconds",
+            "How long after they were due leases were renewed.",
+            LATENESS_BOUNDS_S,
         )
         lost = self._counter(PREFIX + "leases_lost_total", "Leases lost while their job was ours.")
         result_label = Closed(RENEWAL_RESULTS)
