@@ -97,6 +97,7 @@ class Holder:
         for job in claim.jobs[:asked]:
             if (lease := self._hold(job)) is not None:
                 taken += self._run_or_return(lease)
+        self._pool.turn()
         for job in claim.jobs[asked:]:
             if (lease := self._hold(job)) is not None:
                 self._return(lease, "not started: the service gave more jobs than were asked for")
@@ -140,7 +141,7 @@ class Holder:
         if deaths is not None and deaths.count >= DEATHS_TO_REFUSE:
             text = f"not run: this job has killed its child {deaths.count} times; the last time: {deaths.evidence}"
             self._finish(lease, Failed(text))
-        elif self._is_draining() and not (job.is_last_attempt and self._pool.idle):
+        elif self._is_draining() and not (job.is_last_attempt and self._pool.places(0)):
             self._return(lease, "not started: the worker is shutting down")
         else:
             self._pool.submit(lease, timeout_s=self._limit_of(job), is_isolated=deaths is not None)
@@ -234,20 +235,26 @@ class Holder:
     # --- leases -----------------------------------------------------------------------------------------------------
 
     async def keep_leases(self) -> None:
-        """Look after all leases when they are due, and at least every TICK_S, for ever."""
+        """Look after all leases when they are due, and after all else every TICK_S, for ever."""
+        tick_at = now() + TICK_S
         while True:
-            due_at = min(now() + TICK_S, self._leases.next_due())
+            due_at = min(tick_at, self._leases.next_due())
             await self._alarm.wait_until(due_at)
             at = now()
             if at - due_at > LAG_WORTH_TELLING_S:
                 self._events.emit(ev.LoopLagged(round(at - due_at, 3)))
             self.last_tick_at = at
             self._act_on(self._leases.due(at), at)
-            self._progress.tick(at)
-            self._keep_outbox(at)
-            self._on_tick(at)
-            if not self._pool.usable:
-                self._return_stranded(at)
+            if at >= tick_at:
+                tick_at = at + TICK_S
+                self._tick(at)
+
+    def _tick(self, at: float) -> None:
+        self._progress.tick(at)
+        self._keep_outbox(at)
+        self._on_tick(at)
+        if not self._pool.usable:
+            self._return_stranded(at)
 
     def _keep_outbox(self, at: float) -> None:
         self._outbox.tick(at)

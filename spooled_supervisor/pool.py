@@ -108,11 +108,14 @@ class Pool:
     # --- what it is asked -------------------------------------------------------------------------------------------
 
     def submit(self, lease: Lease, *, timeout_s: float, is_isolated: bool = False) -> None:
-        """Run this job as soon as a child is idle (a fresh one that runs nothing else); it waits here until then."""
+        """Run this job as soon as a child is idle (a fresh one that runs nothing else); it waits here until then.
+
+        Call `turn` when all of a claim are here: to look at all children for each of them would take the square of
+        their number.
+        """
         run = Run(self._next_run, lease, claimed_at=now(), timeout_s=timeout_s, is_isolated=is_isolated)
         self._waiting.append(run)
         self._next_run += 1
-        self.turn()
 
     def withdraw_waiting(self) -> list[Run]:
         """Take back all runs that no child has."""

@@ -148,6 +148,7 @@ class _Bench:
                     lease = Lease(job, 0.5, abort_grace_s)
                     lease.count_from(job.requested_at)
                     pool.submit(lease, timeout_s=timeout_s)
+                    pool.turn()
                     outcome = await over
                 finally:
                     await pool.close()

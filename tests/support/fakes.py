@@ -159,6 +159,9 @@ class FakePool:
         self._waiting.append(run)
         self.told.append(("submit", lease.job.id, timeout_s))
 
+    def turn(self) -> None:
+        return
+
     def start(self, job_id: str) -> Run:
         """A child takes this job."""
         run = next(run for run in self._waiting if run.job.id == job_id)
