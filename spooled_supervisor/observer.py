@@ -1,7 +1,7 @@
 """What the supervisor says of itself: the snapshot behind every endpoint and gauge, and the figures of a heartbeat.
 
 It reads the other parts and changes none. Memory is sampled, one process a SAMPLE_INTERVAL_S in a thread, as the kernel
-walks all pages for it: never during a scrape.
+walks all pages for it: never during a scrape, and seldom of a process that has had nothing to do since.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import heapq
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -32,6 +33,8 @@ from spooled_supervisor.timing import now, wall
 from spooled_supervisor.troubles import Troubles
 
 SAMPLE_INTERVAL_S = 1.0
+RESAMPLE_S = 60.0
+"""After so long a process is measured again that has not worked since: what it shares changes with the others."""
 STUCK_LOOP_S = 30.0
 """A part that has not turned for so long, though it should have, is a reason in `/health`."""
 SILENT_S = 60.0
@@ -53,6 +56,16 @@ class Standing:
     is_proven: bool = False  # the service has accepted the key once
     started_at: float = field(default_factory=now)
     started_wall: float = field(default_factory=wall)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The memory of a process, None if it could not be read, and how many jobs it had done when it was looked at."""
+
+    pss: int | None
+    uss: int | None
+    jobs_done: int
+    at: float
 
 
 class Observer:
@@ -89,7 +102,7 @@ class Observer:
         self._usage = FamilyUsage()
         self._cpu_percent: float | None = None  # as the last heartbeat told them: reading begins a new interval
         self._memory_percent: float | None = None
-        self._memory: dict[int, tuple[int, int]] = {}  # pid: (pss, uss)
+        self._samples: dict[int, Sample] = {}  # by pid
 
     def set_queues(self, queues: Sequence[QueueConfig]) -> None:
         """Show these from now on: a reload has brought or dropped some."""
@@ -100,7 +113,7 @@ class Observer:
     def vitals(self) -> Vitals:
         """For the next heartbeat."""
         pids = self._pool.pids
-        pss = {pid: sizes[0] for pid, sizes in self._memory.items() if pid in pids}
+        pss = {pid: one.pss for pid, one in self._samples.items() if pid in pids and one.pss is not None}
         host = {f"host_{name}": value for name, value in dataclasses.asdict(read_host()).items() if value is not None}
         self._cpu_percent = self._usage.cpu_percent(now(), pids, self._cpus)
         self._memory_percent = self._usage.memory_percent(pss)
@@ -130,7 +143,7 @@ class Observer:
                 reasons.append(f"queue {name}: its jobs kill their children; claims are held back")
         return reasons
 
-    def _unhealthy(self) -> list[str]:
+    def unhealthy(self) -> list[str]:
         """Reasons for `/health` to answer 503."""
         reasons = self._broken() + self._troubles.reasons
         if self._standing.phase is Phase.BOOTING:
@@ -186,7 +199,7 @@ class Observer:
             registered=self._registration.is_registered,
             quiet=standing.quiet_reason is not None,
             reasons=tuple(self._not_ready()),
-            unhealthy=tuple(self._unhealthy()),
+            unhealthy=tuple(self.unhealthy()),
             queues=tuple(self._queue(queue, waiting.count(queue.name), at) for queue in self._queues),
             children=tuple(self._child(child, at) for child in self._pool.children),
             slots_backed_off=self._pool.backed_off,
@@ -223,7 +236,7 @@ class Observer:
 
     def _child(self, child: ChildLink, at: float) -> ChildSnapshot:
         run = child.run
-        pss, uss = self._memory.get(child.pid, (None, None))
+        sample = self._samples.get(child.pid)
         stat = processes.read_stat(child.pid)
         started_at = run.started_at if run is not None else None
         has_deadline = started_at is not None and child.deadline is not None
@@ -240,23 +253,39 @@ class Observer:
             message=None if run is None or run.message is None else run.message[:MAX_MESSAGE_CHARS],
             jobs_done=child.jobs_done,
             uptime_s=round(at - child.born_at, 3),
-            pss_bytes=pss,
-            uss_bytes=uss,
+            pss_bytes=None if sample is None else sample.pss,
+            uss_bytes=None if sample is None else sample.uss,
             cpu_s=None if stat is None else round(stat.cpu_ticks / TICKS_PER_S, 2),
         )
 
     async def sample(self) -> None:
         """Measure the memory of one process after the other, for ever."""
         while True:
-            pids = self._pool.pids
-            self._memory = {pid: sizes for pid, sizes in self._memory.items() if pid in pids}
-            for pid in pids:
-                await asyncio.sleep(SAMPLE_INTERVAL_S)
-                sizes = await asyncio.to_thread(pss_uss, pid)
-                if sizes is not None and pid in self._pool.pids:
-                    self._memory[pid] = sizes
-            if not pids:
-                await asyncio.sleep(SAMPLE_INTERVAL_S)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            children = {child.pid: child for child in self._pool.children}
+            jobs = {pid: children[pid].jobs_done if pid in children else 0 for pid in self._pool.pids}
+            busy = {pid for pid, child in children.items() if child.run is not None}
+            self._samples = {pid: sample for pid, sample in self._samples.items() if pid in jobs}
+            pid = to_be_measured(self._samples, jobs, busy, now())
+            if pid is not None:
+                pss, uss = await asyncio.to_thread(pss_uss, pid) or (None, None)
+                self._samples[pid] = Sample(pss, uss, jobs[pid], now())
+
+
+def to_be_measured(
+    samples: Mapping[int, Sample], jobs: Mapping[int, int], busy: Collection[int], at: float
+) -> int | None:
+    """The process that was measured longest ago, of those whose memory may be another one by now; None if none's may.
+
+    `jobs`: how many each process has done; `busy`: those that run one.
+    """
+    measured_at = {pid: samples[pid].at if pid in samples else -math.inf for pid in jobs}
+    due = [
+        pid
+        for pid, done in jobs.items()
+        if pid in busy or at - measured_at[pid] >= RESAMPLE_S or samples[pid].jobs_done != done
+    ]
+    return min(due, key=measured_at.__getitem__, default=None)
 
 
 def _end_of(lease: Lease) -> float:

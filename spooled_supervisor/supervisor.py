@@ -678,6 +678,8 @@ class Supervisor:
             kernel.set_title(f"spooled-supervisor: supervisor {self._standing.phase.name.lower()}")
 
     def _status_text(self) -> str:
-        snapshot = self.snapshot()
-        text = f"{snapshot.phase}: {snapshot.current_jobs} of {snapshot.procs} children busy"
-        return "; ".join(filter(None, (text, self._reload_trouble, *snapshot.unhealthy)))
+        """Of no snapshot: that reads /proc for each child, and this is told every other second."""
+        assert self._observer is not None
+        busy = sum(child.run is not None for child in self._pool.children)
+        text = f"{self._standing.phase.name.lower()}: {busy} of {len(self._pool.slots)} children busy"
+        return "; ".join(filter(None, (text, self._reload_trouble, *self._observer.unhealthy())))
