@@ -37,6 +37,10 @@ FORGET_DELAY_S = 1.0
 CHECKPOINT_INTERVAL_S = 30.0
 CHECKPOINT_ROWS = 5000
 """Written since the last checkpoint: some 8 MB of log."""
+LONG_LOG_FRAMES = 8192
+"""Of 4 kB each. A log that is longer is begun anew even if somebody has to wait for that."""
+PASSES = 5
+FEW_FRAMES = 100
 REOPEN_INTERVAL_S = 10.0
 
 SCHEMA = """
@@ -403,7 +407,15 @@ def _checkpoint(path: Path) -> None:
     """In a thread: move the log into the database. What fails is tried again later.
 
     PASSIVE: it waits for nobody and nobody waits for it, however slow the disk; the log is written from its beginning
-    again once all of it has been moved (sqlite.org/wal.html, 2.2).
+    again once all of it has been moved (sqlite.org/wal.html, 2.2). Where jobs end without pause there is no such
+    moment, and the log would grow by 7 kB with each of them. So a long one is moved in several passes, each of which has
+    only to move what was written during the last, and then comes a RESTART: writers wait for the few frames that are
+    left.
     """
     with contextlib.suppress(sqlite3.Error, OSError), contextlib.closing(_connect(path)) as db:
-        db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        for _ in range(PASSES):
+            _, frames, moved = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if frames - moved < FEW_FRAMES:
+                break
+        if frames > LONG_LOG_FRAMES:
+            db.execute("PRAGMA wal_checkpoint(RESTART)")

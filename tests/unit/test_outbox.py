@@ -354,6 +354,32 @@ def test_a_directory_that_vanishes_is_a_problem_and_no_exception(
         run(main(box))
 
 
+def test_the_log_does_not_grow_with_the_jobs_where_they_end_without_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKPOINT_ROWS", 100)
+    monkeypatch.setattr(module, "LONG_LOG_FRAMES", 500)
+    log = tmp_path / f"{FILE_NAME}-wal"
+
+    async def work(box: Outbox, jobs: int) -> int:
+        for n in range(jobs):
+            job = make_job(f"job-{n}")
+            box.hold([job])
+            await box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
+            box.forget(job)
+            box.tick(timing.now())
+            await asyncio.sleep(0)
+        assert box.problem is None
+        return log.stat().st_size
+
+    async def main(box: Outbox) -> None:
+        before = await work(box, 2000)
+        assert await work(box, 6000) < 2 * before
+
+    with open_box(tmp_path) as box:
+        run(main(box))
+
+
 def test_what_the_service_took_while_there_was_no_disk_is_not_reported_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: list[bool]
 ) -> None:
