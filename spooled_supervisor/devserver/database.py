@@ -17,13 +17,14 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from spooled_supervisor.errors import ConfigError
 
 Row: TypeAlias = sqlite3.Row
-Values: TypeAlias = Sequence[Any]
+Values: TypeAlias = Sequence[Any] | Mapping[str, Any]
+"""A sequence for `?`, a mapping for `:name`. Not `?1`: the first releases of Python 3.12 warn (CPython #117995)."""
 
 DatabaseFault = sqlite3.Error
 """What any statement may raise; answered as 500 DATABASE_ERROR."""

@@ -29,7 +29,7 @@ WHERE seq = ?
 _FULL_JOB = """
 SELECT jobs.*, payload, result FROM jobs JOIN payloads USING (seq) LEFT JOIN results USING (seq) WHERE jobs.id = ?
 """
-_DEAD = "FROM jobs WHERE status = 'deadletter' AND (?1 IS NULL OR queue_name = ?1)"
+_DEAD = "FROM jobs WHERE status = 'deadletter' AND (:queue IS NULL OR queue_name = :queue)"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Jobs:
 
     def retry_dead(self, job_ids: list[str] | None, queue_name: str | None, limit: int, now: float) -> list[str]:
         """Revive dead jobs, the oldest first; returns their ids. Ids that name no dead job are passed over."""
-        rows = self._db.all(f"SELECT seq, id {_DEAD} ORDER BY updated_at, seq", (queue_name,))
+        rows = self._db.all(f"SELECT seq, id {_DEAD} ORDER BY updated_at, seq", {"queue": queue_name})
         wanted = [row for row in rows if job_ids is None or row["id"] in job_ids][:limit]
         with self._db.transaction():
             for row in wanted:
@@ -113,9 +113,9 @@ class Jobs:
     def purge_dead(self, queue_name: str | None, older_than: float | None, limit: int) -> int:
         """Delete dead jobs, the oldest first; returns how many."""
         return self._db.execute(
-            f"DELETE FROM jobs WHERE seq IN (SELECT seq {_DEAD} AND (?2 IS NULL OR updated_at < ?2) "
-            "ORDER BY updated_at, seq LIMIT ?3)",
-            (queue_name, older_than, limit),
+            f"DELETE FROM jobs WHERE seq IN (SELECT seq {_DEAD} AND (:before IS NULL OR updated_at < :before) "
+            "ORDER BY updated_at, seq LIMIT :limit)",
+            {"queue": queue_name, "before": older_than, "limit": limit},
         ).rowcount
 
     def _create(self, new: NewJob, now: float) -> tuple[str, bool]:

@@ -39,7 +39,7 @@ UPDATE jobs SET status = 'processing', ready = 0, worker_id = ?, lease_id = ?, l
 WHERE seq = ?
 """
 _COMPLETE = """
-UPDATE jobs SET status = 'completed', completed_at = ?1, updated_at = ?1 WHERE seq = ?2
+UPDATE jobs SET status = 'completed', completed_at = :now, updated_at = :now WHERE seq = :seq
 """
 _FAIL = """
 UPDATE jobs SET status = ?, retry_count = ?, due_at = ?, scheduled_at = ?, last_error = ?, worker_id = NULL,
@@ -123,15 +123,15 @@ class Leases:
         """Make jobs ready whose time has come. The look before costs less than a write that changes nothing."""
         if self._db.value("SELECT 1 FROM jobs WHERE due_at <= ? LIMIT 1", (now,)):
             self._db.execute(
-                "UPDATE jobs SET status = 'pending', ready = 1, due_at = NULL, updated_at = ?1 WHERE due_at <= ?1",
-                (now,),
+                "UPDATE jobs SET status = 'pending', ready = 1, due_at = NULL, updated_at = :now WHERE due_at <= :now",
+                {"now": now},
             )
 
     def complete(self, job_id: str, holder: Holder, result: bytes | None, now: float) -> Row:
         """Returns the job as it was while it ran."""
         row = self._held(job_id, holder, now)
         with self._db.transaction():
-            self._db.execute(_COMPLETE, (now, row["seq"]))
+            self._db.execute(_COMPLETE, {"now": now, "seq": row["seq"]})
             if result is not None:
                 self._db.execute("INSERT OR REPLACE INTO results (seq, result) VALUES (?, ?)", (row["seq"], result))
             self._count_for_worker("jobs_processed", row)

@@ -43,7 +43,8 @@ class Listing:
     def counts(self, queue_name: str | None) -> dict[str, int]:
         """GET /api/v1/jobs/stats → jobs by status, and `total`."""
         rows = self._db.all(
-            "SELECT status, count(*) FROM jobs WHERE ?1 IS NULL OR queue_name = ?1 GROUP BY status", (queue_name,)
+            "SELECT status, count(*) FROM jobs WHERE :queue IS NULL OR queue_name = :queue GROUP BY status",
+            {"queue": queue_name},
         )
         counts = dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in rows}
         return {**counts, "total": sum(counts.values())}

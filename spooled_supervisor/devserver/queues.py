@@ -36,17 +36,17 @@ ON CONFLICT (queue_name) DO UPDATE SET max_retries = excluded.max_retries, defau
 """
 _STATS = """
 SELECT
-    (SELECT count(*) FROM jobs WHERE queue_name = ?1 AND status IN ('pending', 'scheduled')) AS pending_jobs,
-    (SELECT count(*) FROM jobs WHERE queue_name = ?1 AND status = 'processing') AS processing_jobs,
-    (SELECT count(*) FROM jobs WHERE queue_name = ?1 AND status = 'completed' AND completed_at > ?2)
+    (SELECT count(*) FROM jobs WHERE queue_name = :queue AND status IN ('pending', 'scheduled')) AS pending_jobs,
+    (SELECT count(*) FROM jobs WHERE queue_name = :queue AND status = 'processing') AS processing_jobs,
+    (SELECT count(*) FROM jobs WHERE queue_name = :queue AND status = 'completed' AND completed_at > :since)
         AS completed_jobs_24h,
-    (SELECT count(*) FROM jobs WHERE queue_name = ?1 AND status IN ('failed', 'deadletter') AND updated_at > ?2)
+    (SELECT count(*) FROM jobs WHERE queue_name = :queue AND status IN ('failed', 'deadletter') AND updated_at > :since)
         AS failed_jobs_24h,
     (SELECT avg(completed_at - started_at) * 1000 FROM jobs
-        WHERE queue_name = ?1 AND status = 'completed' AND completed_at > ?2) AS avg_processing_time_ms,
-    (SELECT CAST(?3 - min(created_at) AS INTEGER) FROM jobs WHERE queue_name = ?1 AND status = 'pending')
+        WHERE queue_name = :queue AND status = 'completed' AND completed_at > :since) AS avg_processing_time_ms,
+    (SELECT CAST(:now - min(created_at) AS INTEGER) FROM jobs WHERE queue_name = :queue AND status = 'pending')
         AS max_job_age_seconds,
-    (SELECT count(*) FROM workers WHERE status IN ('healthy', 'degraded') AND ?1 IN
+    (SELECT count(*) FROM workers WHERE status IN ('healthy', 'degraded') AND :queue IN
         (SELECT value FROM json_each(CAST(queue_names AS TEXT)))) AS active_workers
 """
 
@@ -130,7 +130,7 @@ class Queues:
 
     def stats(self, queue_name: str, now: float) -> dict[str, Any]:
         """GET /api/v1/queues/{name}/stats; zeros for a queue that nobody has used."""
-        row = self._db.first(_STATS, (queue_name, now - DAY_S, now))
+        row = self._db.first(_STATS, {"queue": queue_name, "since": now - DAY_S, "now": now})
         assert row is not None
         return {"queue_name": queue_name, **dict(row)}
 

@@ -19,18 +19,18 @@ from spooled_supervisor.devserver.leases import Leases
 _LOG = logging.getLogger(__name__)
 
 _REQUEUE = """
-UPDATE jobs SET status = 'pending', ready = 1, retry_count = retry_count + 1, last_error = ?1, scheduled_at = NULL,
-    worker_id = NULL, lease_id = NULL, lease_expires_at = NULL, updated_at = ?2
-WHERE seq = ?3
+UPDATE jobs SET status = 'pending', ready = 1, retry_count = retry_count + 1, last_error = ?, scheduled_at = NULL,
+    worker_id = NULL, lease_id = NULL, lease_expires_at = NULL, updated_at = ?
+WHERE seq = ?
 """
 _BURY = """
-UPDATE jobs SET status = 'deadletter', last_error = ?1, lease_id = NULL, lease_expires_at = NULL, updated_at = ?2
-WHERE seq = ?3
+UPDATE jobs SET status = 'deadletter', last_error = ?, lease_id = NULL, lease_expires_at = NULL, updated_at = ?
+WHERE seq = ?
 """
 _RELEASE_CHILDREN = """
-UPDATE jobs SET dependencies_met = 1, ready = coalesce(scheduled_at, 0) <= ?1,
-    status = CASE WHEN scheduled_at > ?1 THEN 'scheduled' ELSE 'pending' END,
-    due_at = CASE WHEN scheduled_at > ?1 THEN scheduled_at END, updated_at = ?1
+UPDATE jobs SET dependencies_met = 1, ready = coalesce(scheduled_at, 0) <= :now,
+    status = CASE WHEN scheduled_at > :now THEN 'scheduled' ELSE 'pending' END,
+    due_at = CASE WHEN scheduled_at > :now THEN scheduled_at END, updated_at = :now
 WHERE dependencies_met = 0 AND status IN ('pending', 'scheduled')
     AND parent_job_id IN (SELECT id FROM jobs WHERE status = 'completed')
 """
@@ -67,7 +67,7 @@ class Sweeps:
     def retire_silent_workers(self, now: float) -> None:
         """Silent workers turn degraded, then offline; an offline one loses its jobs even if their leases live."""
         self._db.execute(
-            "UPDATE workers SET status = 'degraded', updated_at = ?1 WHERE status = 'healthy' AND last_heartbeat <= ?2",
+            "UPDATE workers SET status = 'degraded', updated_at = ? WHERE status = 'healthy' AND last_heartbeat <= ?",
             (now, now - self._config.worker_degraded_s),
         )
         silent_since = now - self._config.worker_offline_s
@@ -86,7 +86,7 @@ class Sweeps:
         ):
             return
         with self._db.transaction():
-            self._db.execute(_RELEASE_CHILDREN, (now,))
+            self._db.execute(_RELEASE_CHILDREN, {"now": now})
             for row in self._db.all(_ORPHANS):
                 self._db.execute(
                     "UPDATE jobs SET status = 'cancelled', updated_at = ? WHERE seq = ?", (now, row["seq"])

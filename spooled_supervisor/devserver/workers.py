@@ -19,16 +19,16 @@ LIST_LIMIT = 100
 _REGISTER = """
 INSERT INTO workers (id, queue_name, queue_names, hostname, worker_type, version, max_concurrency, status, metadata,
     registered_at, last_heartbeat, updated_at)
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'healthy', ?8, ?9, ?9, ?9)
+VALUES (?, ?, ?, ?, ?, ?, ?, 'healthy', ?, ?, ?, ?)
 ON CONFLICT (id) DO UPDATE SET queue_name = excluded.queue_name, queue_names = excluded.queue_names,
     hostname = excluded.hostname, worker_type = excluded.worker_type, version = excluded.version,
     max_concurrency = excluded.max_concurrency, status = 'healthy', metadata = excluded.metadata,
     last_heartbeat = excluded.last_heartbeat, updated_at = excluded.updated_at
 """
 _HEARTBEAT = """
-UPDATE workers SET status = ?1, current_jobs = ?2, metadata = coalesce(?3, metadata), last_heartbeat = ?4,
-    updated_at = ?4
-WHERE id = ?5
+UPDATE workers SET status = ?, current_jobs = ?, metadata = coalesce(?, metadata), last_heartbeat = ?,
+    updated_at = ?
+WHERE id = ?
 """
 
 
@@ -53,12 +53,12 @@ class Workers:
         """Make or overwrite the worker; it is healthy then, and keeps the time of its first registration."""
         names = msgspec.json.encode(new.queue_names)
         values = (new.worker_id, new.queue_names[0], names, new.hostname, new.worker_type, new.version)
-        self._db.execute(_REGISTER, (*values, new.max_concurrency, new.metadata, now))
+        self._db.execute(_REGISTER, (*values, new.max_concurrency, new.metadata, now, now, now))
         return self.get(new.worker_id)
 
     def heartbeat(self, worker_id: str, status: str, current_jobs: int, metadata: bytes | None, now: float) -> None:
         """Overwrites the status, `draining` too; metadata stays if none is sent."""
-        if not self._db.execute(_HEARTBEAT, (status, current_jobs, metadata, now, worker_id)).rowcount:
+        if not self._db.execute(_HEARTBEAT, (status, current_jobs, metadata, now, now, worker_id)).rowcount:
             raise not_found()
 
     def deregister(self, worker_id: str, now: float) -> None:
