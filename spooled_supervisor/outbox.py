@@ -408,9 +408,9 @@ def _checkpoint(path: Path) -> None:
 
     PASSIVE: it waits for nobody and nobody waits for it, however slow the disk; the log is written from its beginning
     again once all of it has been moved (sqlite.org/wal.html, 2.2). Where jobs end without pause there is no such
-    moment, and the log would grow by 7 kB with each of them. So a long one is moved in several passes, each of which has
-    only to move what was written during the last, and then comes a RESTART: writers wait for the few frames that are
-    left.
+    moment, and the log would grow by 7 kB with each of them. So a long one is moved in several passes, each of which
+    has only to move what was written during the last, and then comes a RESTART: writers wait for the few frames that
+    are left.
     """
     with contextlib.suppress(sqlite3.Error, OSError), contextlib.closing(_connect(path)) as db:
         for _ in range(PASSES):

@@ -26,6 +26,9 @@ from tests.support import transports
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
+os.environ["PYTHONWARNINGS"] = "error"
+"""Warnings are errors in what tests start, too; in the tests' own process pytest sees to it (pyproject.toml)."""
+
 # Under nohup(1) a hang-up is ignored, and so it would be by all programs that the tests start and then hang up on.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -159,6 +159,7 @@ def test_host_that_is_cut_off_fences_itself_and_heals(fleet: Fleet, server: DevS
     jobs = server.client.bulk("q", [{"mode": "spin", "seconds": 9.0, "n": n} for n in range(6)], max_retries=3)
     fleet.ledger.wait_for("start", 6)
     cut = fleet.workers["b"]
+    cut.wait_for_event("job_started", count=2)  # a handler's line in the ledger may be there before
     mark = cut.mark()
     held = {event["job_id"] for event in cut.events("job_started")}
     assert len(held) == 2

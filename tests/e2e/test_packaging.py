@@ -90,7 +90,8 @@ class Venv:
         """Skips the test if there is no index to install from."""
         line = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
         line += ["--disable-pip-version-check", "--no-input", *what]
-        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=PIP_LIMIT_S)
+        env = {**os.environ, "PYTHONWARNINGS": ""}  # pip's warnings are pip's
+        done = subprocess.run(line, env=env, capture_output=True, text=True, check=False, timeout=PIP_LIMIT_S)
         if done.returncode != 0 and re.search(
             r"No matching distribution|ConnectionError|No module named pip", done.stderr
         ):
@@ -114,8 +115,8 @@ class Venv:
 
 
 def clean_environment() -> dict[str, str]:
-    """Nothing that could lead to the source tree."""
-    return {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "LANG": "C.UTF-8"}
+    """Nothing that could lead to the source tree; warnings are errors."""
+    return {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "LANG": "C.UTF-8", "PYTHONWARNINGS": "error"}
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def test_what_a_child_is_born_with(bench: Bench) -> None:
     seen = bench.result("look", fields={"timeout_seconds": 33})
     assert seen["ppid"] == bench.daemon.pid
     assert seen["sid"] == seen["pid"] == seen["pgid"]
-    assert seen["nice"] == 5
+    assert seen["nice"] == min(os.nice(0) + 5, 19), "the default, from where the tests themselves are"
     assert seen["oom_score_adj"] >= 300
     assert seen["stdin"] == ""
     assert seen["timeout_s"] == 33

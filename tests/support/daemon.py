@@ -345,9 +345,11 @@ class Daemon:
         assert not left, f"left running by the daemon: {left}\n{self.tail()}"
 
     def assert_no_traceback(self) -> None:
-        """Nothing of ours has raised. What the app printed or raised is the app's."""
+        """Nothing of ours has raised, or warned in a destructor, where a warning cannot be an error ("Exception
+        ignored in"). What the app printed or raised is the app's."""
         with self._changed:
-            bad = [line for line in self.lines if "Traceback" in line and not _is_of_handlers(line)]
+            suspect = [line for line in self.lines if "Traceback" in line or "Exception ignored" in line]
+        bad = [line for line in suspect if not _is_of_handlers(line)]
         assert not bad, "a traceback stands in the log:\n" + "\n".join(bad) + f"\n{self.tail()}"
 
     def clean_up(self) -> None:

@@ -39,6 +39,9 @@ START_TIME = 1_700_000_000.0
 _READY = re.compile(r"spooled dev-server ready on (http://\S+) \(api key: (\S+)\)(?:, grpc on (\S+))?\n")
 _STOP_LIMIT_S = 10.0
 _POLL_S = 0.01
+_KEEP_ALIVE_S = 60.0
+"""Less than the server's. By httpx's own 5 s a connection that a fixture had opened would be made anew in some slow
+test, which then would have left a descriptor behind."""
 
 _DYING_WITH_PARENT = """
 import ctypes, runpy
@@ -128,7 +131,11 @@ class Producer:
 
     def __init__(self, url: str, api_key: str) -> None:
         self.http = httpx.Client(
-            base_url=f"{url}/api/v1", headers={"Authorization": f"Bearer {api_key}"}, timeout=10.0, trust_env=False
+            base_url=f"{url}/api/v1",
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=10.0,
+            limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
+            trust_env=False,
         )
 
     def __enter__(self) -> Producer:

@@ -615,10 +615,12 @@ def send_interrupted(child: Child, message: frames.FromChild, *interruptions: tu
     def enter(frame: FrameType, _event: str, _arg: object) -> Any:
         if frame.f_code not in SENDING:
             return None
+        frame.f_trace = step  # first, as Python 3.13 does nothing for a frame without it
         frame.f_trace_opcodes = True
         return step
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 does nothing if no frame asks before `settrace`
     sys.settrace(enter)
     try:
         child.send(message)
@@ -641,13 +643,15 @@ def test_an_interruption_between_any_two_bytecodes_of_send_breaks_no_frame_and_l
 def test_two_interruptions_of_one_send_break_no_frame_and_lose_none(make: Make) -> None:
     supervisor = make()
     a, b, c = frames.Started(1), frames.Progress(1, 50.0, "b"), frames.Progress(1, 60.0, "c")
+    done = 0
     for first in range(0, 120, 3):
         for second in range(first + 1, 200, 11):
             is_done = send_interrupted(supervisor.child, a, (first, b), (second, c))
-            expected = [a, b, c] if is_done else None
             heard = supervisor.heard()
-            if expected is not None:
-                assert sorted(map(repr, heard)) == sorted(map(repr, expected)), (first, second)
+            if is_done:
+                assert sorted(map(repr, heard)) == sorted(map(repr, [a, b, c])), (first, second)
+                done += 1
+    assert done > 50
     assert not supervisor.child._unsent
 
 

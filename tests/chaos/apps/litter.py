@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from spooled_supervisor import App, JobContext
@@ -55,7 +56,7 @@ def look(ctx: JobContext) -> Any:
     logging.getLogger("app").warning("by logging %d", ctx.payload["n"])
     mask = os.umask(0)
     os.umask(mask)
-    status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines())
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "pid": os.getpid(),
         "cwd": os.getcwd(),
@@ -74,7 +75,7 @@ def look(ctx: JobContext) -> Any:
         "gc": gc.isenabled(),
         "recursion": sys.getrecursionlimit(),
         "socket": socket.getdefaulttimeout(),
-        "children": open(f"/proc/self/task/{os.getpid()}/children").read().split(),
+        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(),
         "program": subprocess.run(["/bin/echo", "works"], check=True, capture_output=True, text=True).stdout,
         "trace": [sys.gettrace() is None, sys.getprofile() is None],
     }
@@ -194,7 +195,7 @@ def soft_limits() -> None:
 
 @thing
 def memory_limit() -> None:
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))
 
 
@@ -267,7 +268,7 @@ def thread_that_ends() -> None:
 @thing
 def zombies() -> None:
     kept.extend(subprocess.Popen(["/bin/true"]) for _ in range(3))
-    while any(open(f"/proc/{p.pid}/stat").read().split()[2] != "Z" for p in kept[-3:]):  # type: ignore[attr-defined]
+    while any(Path(f"/proc/{p.pid}/stat").read_text().split()[2] != "Z" for p in kept[-3:]):  # type: ignore[attr-defined]
         time.sleep(0.002)
 
 
@@ -290,7 +291,7 @@ def double_fork() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     me = f"/proc/self/task/{os.getpid()}/children"
-    while "sleep" not in [open(f"/proc/{child}/comm").read().strip() for child in open(me).read().split()]:
+    while "sleep" not in [Path(f"/proc/{child}/comm").read_text().strip() for child in Path(me).read_text().split()]:
         time.sleep(0.002)  # until it is the program
 
 

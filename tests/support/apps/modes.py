@@ -651,9 +651,13 @@ def many_orphans(ctx: JobContext, run: Run) -> Any:
 @mode
 def inheriting_program(ctx: JobContext, run: Run) -> Any:
     """A program that gets every descriptor that can be inherited, in a session of its own."""
-    pid = subprocess.Popen(["sleep", "120"], close_fds=False, start_new_session=True).pid
-    die_late(run, "program", pid)
-    return {"pid": pid, "fds": links(pid)}
+    line = [sys.executable, "-ISc", "import time; print(flush=True); time.sleep(120)"]
+    program = subprocess.Popen(line, close_fds=False, start_new_session=True, stdout=subprocess.PIPE)
+    die_late(run, "program", program.pid)
+    assert program.stdout is not None
+    with program.stdout as said:
+        said.readline()  # then it has loaded what it is made of, and closed those files
+        return {"pid": program.pid, "fds": links(program.pid)}
 
 
 # --- output --------------------------------------------------------------------------------------------------------
