@@ -1,7 +1,7 @@
 """For all tests: whoever leaves a process, a descriptor, a thread or an asyncio task behind fails.
 
 What was there before the test began may stay: a server or a daemon of the module or the session, and what these have
-open. Hypothesis tells no test how fast it has to be: the machine is shared.
+open.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.support import transports
-
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared-machine")
 
 os.environ["PYTHONWARNINGS"] = "error"
 """Warnings are errors in what tests start, too; in the tests' own process pytest sees to it (pyproject.toml)."""

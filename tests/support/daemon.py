@@ -30,7 +30,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 APPS = Path(__file__).resolve().with_name("apps")
 MARKER = "SPOOLED_SUPERVISOR_STATE"
-PATIENCE_S = 20.0
+PATIENCE_S = float(os.environ.get("TESTS_PATIENCE_S", "20"))
 """How long to wait for what must happen; long, as a loaded machine is slow. What must happen *soon* is measured."""
 POLL_S = 0.01
 GONE_LIMIT_S = 5.0

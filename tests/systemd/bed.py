@@ -25,8 +25,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tests.support.daemon import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("bed.sh")
@@ -34,12 +36,12 @@ SYSTEMD = Path("/lib/systemd/systemd")
 PROGRAMS = ("bash", "unshare", "nsenter", "pivot_root", "setpriv", "systemctl", "journalctl", "dbus-daemon")
 LIBRARIES = "/opt/spooled-supervisor/python/lib"
 BOOT_LIMIT_S = 30.0
-COMMAND_LIMIT_S = 50.0
+COMMAND_LIMIT_S = 2.5 * PATIENCE_S
 GONE_LIMIT_S = 10.0
 POLL_S = 0.02
 CLONE_NEWNET = 0x4000_0000
 
-_DYING_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+DYING_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 
 @functools.cache
@@ -47,9 +49,8 @@ def why_not() -> str:
     """Why no systemd can be booted here; empty if it can."""
     if os.geteuid() != 0:
         return "booting a systemd needs root"
-    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
-    if missing or not SYSTEMD.exists():
-        return f"missing: {', '.join(missing or [str(SYSTEMD)])} (Debian: systemd dbus util-linux)"
+    if missing := missing_programs(PROGRAMS):
+        return f"missing: {missing} (Debian: systemd dbus util-linux)"
     layers = "lowerdir=/,upperdir=/mnt/a,workdir=/mnt/b"
     trial = f"mount -t tmpfs bed /mnt && mkdir /mnt/a /mnt/b /mnt/c && mount -t overlay -o {layers} bed /mnt/c"
     flags = ["--fork", "--pid", "--mount", "--uts", "--ipc", "--net", "--cgroup", "--propagation", "private"]
@@ -57,15 +58,20 @@ def why_not() -> str:
     return "" if tried.returncode == 0 else f"no namespaces or no overlay here: {tried.stderr.strip()}"
 
 
-def _path() -> str:
+def missing_programs(names: Iterable[str]) -> str:
+    """Those that are not here; empty if all are."""
+    missing = [name for name in names if shutil.which(name, path=system_path()) is None]
+    return ", ".join(missing + [str(SYSTEMD)] * (not SYSTEMD.exists()))
+
+
+def system_path() -> str:
     return f"/usr/sbin:/usr/bin:/sbin:/bin:{os.environ.get('PATH', '')}"
 
 
 class Bed:
-    """A running systemd. `pid1` is its number outside."""
+    """A running systemd. `pid1` is its number where the tests run."""
 
-    def __init__(self, process: subprocess.Popen[bytes], pid1: int) -> None:
-        self._process = process
+    def __init__(self, pid1: int) -> None:
         self.pid1 = pid1
         self.root = Path(f"/proc/{pid1}/root")
         """Its root directory, as seen from outside; /proc below it has the numbers of inside."""
@@ -111,11 +117,16 @@ def needs_library_path() -> bool:
 def boot(flavour: str = "unified") -> Iterator[Bed]:
     """Boot, and stand in the bed's network meanwhile. `flavour`: `hybrid` has the v1 controllers too, where we do."""
     with tempfile.TemporaryDirectory(prefix="spooled-bed-") as scratch, _own_cgroups(flavour) as cgroups:
-        line = [*_DYING_WITH_PARENT, "bash", str(SCRIPT), "start", scratch, flavour]
+        line = [*DYING_WITH_PARENT, "bash", str(SCRIPT), "start", scratch, flavour]
         line += [sys.base_prefix, sysconfig.get_path("purelib"), str(REPOSITORY), *map(str, cgroups)]
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={"PATH": _path()}, start_new_session=True
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": system_path()},
+                start_new_session=True,
             )
             try:
                 try:
@@ -139,7 +150,7 @@ def _wait_until_up(process: subprocess.Popen[bytes]) -> Bed:
         time.sleep(POLL_S)
         if bed is None:
             pid1 = _systemd_below(process.pid)
-            bed = Bed(process, pid1) if pid1 is not None else None
+            bed = Bed(pid1) if pid1 is not None else None
         else:
             asked = bed.run("systemctl", "is-system-running")
             state = asked.stdout.strip() or asked.stderr.strip()

@@ -73,52 +73,9 @@ else
     mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup/unified"
 fi
 
-# --- the daemon, where the unit expects it ------------------------------------------------------------------------------
+# --- the unit, the daemon, and little else ------------------------------------------------------------------------------
 
-# What `python -m venv` and `pip install` would make, without their seconds. ProtectHome= hides an interpreter in /root.
-opt=$root/opt/spooled-supervisor
-version=$(basename "$(dirname "$site")") # python3.11
-mkdir -p "$opt/venv/bin" "$opt/venv/lib/$version/site-packages" "$opt"/{python,site,source}
-for bound in "$python:python" "$site:site"; do
-    mount --bind "${bound%:*}" "$opt/${bound##*:}"
-    mount -o remount,bind,ro "$opt/${bound##*:}"
-done
-cp --archive "$source"/{spooled_supervisor,systemd,tests} "$opt/source/" # a copy: whoever edits the tree disturbs no test
-printf '%s\n' 'home = /opt/spooled-supervisor/python/bin' 'include-system-site-packages = false' >"$opt/venv/pyvenv.cfg"
-ln -s "../../python/bin/$version" "$opt/venv/bin/python"
-printf '%s\n' /opt/spooled-supervisor/site /opt/spooled-supervisor/source \
-    >"$opt/venv/lib/$version/site-packages/bed.pth"
-printf '%s\n' '#!/opt/spooled-supervisor/venv/bin/python' 'from spooled_supervisor.cli import main' 'main()' \
-    >"$opt/venv/bin/spooled-supervisor"
-chmod 0755 "$opt/venv/bin/spooled-supervisor"
-mkdir -p "$root/etc/spooled"
-cp "$opt/source/systemd/spooled-supervisor.service" "$root/etc/systemd/system/"
-chmod 0644 "$root/etc/systemd/system/spooled-supervisor.service"
-
-# --- as little of a system as there can be ------------------------------------------------------------------------------
-
-# A target of our own: what is enabled on this machine stays out.
-mkdir -p "$root"/run/systemd/{system,journald.conf.d}
-cat >"$root/run/systemd/system/bed.target" <<'UNIT'
-[Unit]
-Description=The test bed is up
-Requires=sysinit.target dbus.socket
-After=sysinit.target dbus.socket
-UNIT
-cat >"$root/run/systemd/journald.conf.d/bed.conf" <<'JOURNAL'
-[Journal]
-Storage=volatile
-RateLimitIntervalSec=0
-Audit=no
-JOURNAL
-# What would touch hardware, the kernel, or files of the machine outside, or only takes time.
-for unit in dev-hugepages.mount dev-mqueue.mount proc-sys-fs-binfmt_misc.automount sys-fs-fuse-connections.mount \
-    sys-kernel-config.mount sys-kernel-debug.mount sys-kernel-tracing.mount tmp.mount modprobe@.service \
-    systemd-firstboot.service systemd-journald-audit.socket systemd-modules-load.service systemd-pstore.service \
-    systemd-remount-fs.service systemd-timesyncd.service systemd-udev-trigger.service systemd-udevd.service \
-    systemd-update-utmp.service timers.target; do
-    ln -sfn /dev/null "$root/etc/systemd/system/$unit"
-done
+bash "$source/tests/systemd/install.sh" "$root" "$python" "$site" "$source"
 
 # --- and go -------------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from tests.systemd.bed import LIBRARIES, Bed, needs_library_path
 
 UNIT = "spooled-supervisor.service"
 PROGRAM = "/opt/spooled-supervisor/venv/bin/spooled-supervisor"
-DROP_IN = f"/etc/systemd/system/{UNIT}.d/50-test.conf"
+DROP_INS = f"/etc/systemd/system/{UNIT}.d"
+DROP_IN = f"{DROP_INS}/50-test.conf"
 CONFIG = "/etc/spooled/supervisor.toml"
 KEY = "/etc/spooled/api-key"
 STATE = "/var/lib/private/spooled-supervisor"

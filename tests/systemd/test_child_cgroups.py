@@ -1,6 +1,7 @@
 """The unit with the drop-in that is shipped for it: a cgroup for each child, and all that systemd does goes on.
 
-The hierarchy here has no memory controller where the machine's is bound to cgroup v1; the test that needs it says so.
+The hierarchy here has no memory controller where the machine's is bound to cgroup v1; what needs it is tested in
+`test_controllers.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import pytest
 from tests.support.cgroups import below, place_of
 from tests.support.daemon import is_alive, wait_until
 from tests.systemd.bed import REPOSITORY, Bed
-from tests.systemd.service import UNIT, Service
+from tests.systemd.service import DROP_INS, UNIT, Service
 
 SHIPPED = (REPOSITORY / "systemd/child-cgroups.conf").read_text()
-DROP_IN = f"/etc/systemd/system/{UNIT}.d/child-cgroups.conf"
+DROP_IN = f"{DROP_INS}/child-cgroups.conf"
 QUICK_RESTART = "RestartSec=50ms"
 MAX_EXPOSURE = 15
 
@@ -201,21 +202,3 @@ def test_killed_supervisor_is_restarted_and_finds_no_cgroup_of_its_earlier_life(
     assert not set(children_of(service)) & set(before)
     assert set(below(group_of(service))) == {"supervisor", *children_of(service)}
     assert not service.events("cgroup_failed")
-
-
-def test_kernel_enforces_the_memory_limit_of_a_child(service: Service) -> None:
-    if "memory" not in (service.bed.root / "sys/fs/cgroup/cgroup.controllers").read_text().split():
-        pytest.skip("the memory controller is not handed down to the test bed")
-    limit = 64 << 20
-    service.configure(child_memory_limit=limit)
-    service.start()
-    main = service.main_pid
-    failed = service.end(service.add("exhaust_memory"))
-    text = f"the job needs more memory than --child-memory-limit {limit} bytes allows; the kernel killed it"
-    assert failed["last_error"].startswith(text)
-    assert service.result("ok")["retry_count"] == 0
-    assert service.show("MainPID", "NRestarts", "ActiveState") == {
-        "MainPID": str(main),
-        "NRestarts": "0",
-        "ActiveState": "active",
-    }

@@ -1,0 +1,8 @@
+"""Hypothesis tells no test how fast it has to be: the machine is shared."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
