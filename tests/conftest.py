@@ -37,8 +37,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What runs in one process when several run side by side: a file, or its tests of one transport."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         item.add_marker(pytest.mark.xdist_group("-".join((item.path.stem, *filter(None, [params.get("transport")])))))
