@@ -17,7 +17,7 @@ from tests.bench.stage import stage
 CHILDREN = 2
 PREFETCH = 4
 BATCH = 5000
-WARMUP_SHARE = 0.2
+WARMUP_SHARE = 0.5
 NOISE_MB = 1.0
 
 
