@@ -7,9 +7,6 @@ from pathlib import Path
 
 from tests.e2e.conftest import Site
 from tests.support.daemon import wait_until
-from tests.support.transports import EVERY_TRANSPORT
-
-pytestmark = EVERY_TRANSPORT
 
 MIB = 1 << 20
 GROWER = """
@@ -50,7 +47,7 @@ def test_above_the_load_limit_nothing_is_claimed_and_readyz_says_so(site: Site) 
         assert worker.health()[0] == 200, "it is well: the machine is busy"
         beats = worker.mark()
         worker.wait_for_event("heartbeat_sent")
-        assert site.client.job(waiting)["status"] == "pending"
+        assert site.client.job(waiting)["status"] == "pending", worker.tail()
         assert not worker.events("job_claimed", after=beats)
         assert worker.stop() == 0
 

@@ -15,9 +15,7 @@ import pytest
 
 from tests.support.daemon import Daemon, daemon, is_alive, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
-from tests.support.transports import EVERY_TRANSPORT, options_of
-
-pytestmark = EVERY_TRANSPORT
+from tests.support.transports import options_of
 
 APPS = Path(__file__).parents[1] / "chaos" / "apps"
 PUT_BACK = (

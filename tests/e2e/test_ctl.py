@@ -16,9 +16,6 @@ import pytest
 from spooled_supervisor.control import MAX_PATH, ask
 from tests.e2e.conftest import Site
 from tests.support.daemon import Daemon, Finished, environment, run_line, wait_until
-from tests.support.transports import EVERY_TRANSPORT
-
-pytestmark = EVERY_TRANSPORT
 
 INSIDER = """
 import json, os, socket, subprocess, sys, time
@@ -483,6 +480,7 @@ def test_signals_to_the_whole_unit_reach_the_supervisor_only(site: Site) -> None
             for pid in (worker.fork_server, *before):
                 os.kill(pid, number)
         gate.touch()
-        assert site.end(running)["status"] == "completed"
+        ended = site.end(running)
+        assert ended["status"] == "completed", (ended["last_error"], worker.tail())
         assert worker.children() == before
         assert not worker.events("reloaded")

@@ -17,9 +17,7 @@ import pytest
 
 from tests.e2e.conftest import Bench
 from tests.support.daemon import is_alive, state_of, wait_until
-from tests.support.transports import EVERY_TRANSPORT, REST
-
-pytestmark = EVERY_TRANSPORT
+from tests.support.transports import REST
 
 
 def processes_told(bench: Bench, job_id: str) -> dict[str, int]:

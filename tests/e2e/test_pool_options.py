@@ -11,9 +11,6 @@ import pytest
 from tests.e2e.conftest import Site, stub_worker
 from tests.support.daemon import is_alive, wait_until
 from tests.support.stub_api import StubApi
-from tests.support.transports import EVERY_TRANSPORT
-
-pytestmark = EVERY_TRANSPORT
 
 
 def test_no_more_is_held_than_children_can_run(stub: StubApi) -> None:

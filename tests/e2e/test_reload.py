@@ -17,9 +17,6 @@ import pytest
 from spooled_supervisor.control import ask
 from tests.e2e.conftest import Site
 from tests.support.daemon import Daemon, environment, run_line, state_of, wait_until
-from tests.support.transports import EVERY_TRANSPORT
-
-pytestmark = EVERY_TRANSPORT
 
 APP = """
 import os, time

@@ -1,9 +1,10 @@
 """The ways in which a daemon may talk to the service, and which tests run over which of them.
 
-What a daemon promises holds on each (README, gRPC). So tests of that are marked `EVERY_TRANSPORT`, in a whole module by
-`pytestmark`, and run once over each; single ones may name theirs. Their daemons get the options from the fixture
-`transport`, most by way of `site` or `stub`. All other tests run over REST. With E2E_TRANSPORT=grpc-stream all run over
-that one, and only over that one.
+What a daemon promises holds on each (README, gRPC). So tests of jobs, leases, drains and recovery are marked
+`EVERY_TRANSPORT`, in a whole module by `pytestmark`, and run once over each; single ones may name theirs. Their daemons
+get the options from the fixture `transport`, most by way of `site` or `stub`. All other tests run over REST, as what
+they look at happens far from the transport, and time is short. With E2E_TRANSPORT=grpc-stream all run over that one,
+and only over that one.
 """
 
 from __future__ import annotations
