@@ -10,6 +10,7 @@
 VENV := .venv
 RUN := $(VENV)/bin/python
 PYTHON ?=
+PYTHONS ?= 3.11 3.12 3.13
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -19,10 +20,10 @@ SHELL := /bin/sh
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check e2e bench proto clean
+.PHONY: help demo test pythons check e2e bench proto clean
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## install, then draw a picture with CPU-bound jobs on all cores
 	@exec $(RUN) -m spooled_supervisor demo $(DEMO_ARGS)
@@ -31,6 +32,21 @@ test: $(VENV)/.installed-test ## install, then run all tests (PYTEST_ARGS: only 
 	@if [ -n "$(PYTEST_ARGS)" ]; then exec $(RUN) -m pytest $(PYTEST_ARGS); fi
 	$(RUN) -m pytest --numprocesses=3 --dist=loadgroup -m "not alone" --durations=15
 	exec $(RUN) -m pytest -m alone
+
+pythons: $(VENV)/bin/python ## all tests on every other Python of PYTHONS that is here, in .venv-3.12 and so on
+	@missing=
+	own=$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+	for version in $(PYTHONS); do
+		if [ "$$version" = "$$own" ]; then continue; fi
+		python=python$$version
+		if ! "$$python" -c '' 2>/dev/null; then # missing, or a shim of pyenv(1) that is not active
+			installed=$$(pyenv whence "$$python" 2>/dev/null | tail -n 1)
+			python=$$(PYENV_VERSION=$$installed pyenv which "$$python" 2>/dev/null) || python=
+		fi
+		if [ -z "$$python" ]; then missing="$$missing $$version"; continue; fi
+		$(MAKE) --no-print-directory test VENV=.venv-$$version PYTHON="$$python"
+	done
+	if [ -n "$$missing" ]; then echo "NOT TESTED, not on this machine: Python$$missing" >&2; fi
 
 check: $(VENV)/.installed-test ## format, lint, types
 	@$(RUN) -m ruff format --check .
@@ -47,7 +63,7 @@ proto: $(VENV)/.installed-test ## write the gRPC code anew from spooled.proto
 	@exec $(RUN) -m spooled_supervisor.proto.generate
 
 clean: ## remove the environment, caches and what was built
-	@rm -rf $(VENV) build dist bench-results mandelbrot.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-* build dist bench-results mandelbrot.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment --------------------------------------------------------------------------------------------------

@@ -44,8 +44,10 @@ timestamps, which are whole milliseconds.
 *Memory* (`memory`): private bytes (/proc/PID/smaps_rollup, Private_Clean + Private_Dirty) of the child that has most,
 of an app that preloads 200 MB of small Python objects.
 
-*Life* (`life`): from the start of the process (a job is waiting) to that job's handler; CPU and requests of the
-daemon while there is nothing to do, with one queue and after some seconds of rest; from SIGTERM to the exit.
+*Life* (`life`): from the start of the process (a job is waiting) to that job's handler; from SIGTERM to the exit.
+
+What the others measure, and how, is said in their modules: `childside`, `chatty`, `many`, `leak`, `idle`, `importing`
+and `growth`. Those that take minutes run with `--long`.
 
 Adding a figure: a scenario module returns numbers by key and declares them as `Figure`s with their bounds in the same
 file; `scenarios.py` lists the scenarios.

@@ -1,7 +1,6 @@
 """The README's tables of figures: made here from a run, and written between two marks.
 
-All figures that have a bound, and how cost grows. `tests/test_readme.py` compares their form with the benchmark, so
-that a figure which is new, gone or bounded otherwise is noticed.
+All figures that have a bound, and how cost grows.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ BEGIN, END = "<!-- written by `make bench BENCH_ARGS=--readme` -->", "<!-- end o
 
 
 def write(results: Sequence[Result], circumstances: str) -> None:
-    """Put the tables of this run into the README."""
+    """Put the tables of this run into the README. Raises ValueError if it has no place for them."""
     text = README.read_text()
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    if pattern.search(text) is None:
+        raise ValueError(f"{README.name} has no line {BEGIN} with a line {END} after it")
     README.write_text(pattern.sub(lambda _: f"{BEGIN}\n\n{block(results, circumstances)}\n\n{END}", text))
 
 
