@@ -215,15 +215,15 @@ class Child:
         if os.getppid() != frame.supervisor_pid:
             return False
         if frame.cgroup:
-            self._join_cgroup(os.fsdecode(frame.cgroup))
+            self._join_cgroup(frame.cgroup)
         return True
 
-    def _join_cgroup(self, directory: str) -> None:
+    def _join_cgroup(self, directory: bytes) -> None:
         """Before hooks and jobs, so that all they start is born there. Without it we go on all the same."""
         try:
-            cgroups.join(directory)
+            cgroups.join(os.fsdecode(directory))
         except OSError as error:
-            self._cgroup_error = clip_text(safe_text(f"{directory}: {error.strerror}"))
+            self._cgroup_error = error.strerror or str(error)
 
     def _start(self) -> None:
         self._set_title("starting")

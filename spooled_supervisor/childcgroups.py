@@ -77,7 +77,7 @@ class ChildCgroups:
         self._directory: Path | None = None
         self._has_memory = False
         self._lock = -1
-        self._has_failed = False  # told, and no child has joined its own since
+        self._told: set[str] = set()  # what has failed
 
     # --- the directory -----------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class ChildCgroups:
             join(leaf)
         except OSError as error:
             self._unlock()
-            self.failed(f"{directory}: {error.strerror}")
+            self.failed(f"{directory} cannot be used", error.strerror)
             return
         self._directory = directory
         self._has_memory = self._enable_memory(directory)
@@ -105,7 +105,7 @@ class ChildCgroups:
                 return False
             write_file(str(directory / "cgroup.subtree_control"), "+memory")
         except OSError as error:  # EBUSY: others than we are in it
-            self.failed(f"{directory}: the memory controller cannot be enabled: {error.strerror}")
+            self.failed("memory cannot be limited", error.strerror)
             return False
         return True
 
@@ -153,7 +153,7 @@ class ChildCgroups:
             self._set_up_memory(made.path)
         except OSError as error:
             made.remove()
-            self.failed(f"{made.path}: {error.strerror}")
+            self.failed("no cgroup can be made for a child", error.strerror)
             return None
         return made
 
@@ -178,17 +178,13 @@ class ChildCgroups:
             limit = max(held + self._memory_limit_bytes, current)
             write_file(str(cgroup.path / "memory.max"), str(limit))
         except OSError as error:
-            self.failed(f"{cgroup.path}: its memory cannot be limited: {error.strerror}")
+            self.failed("the memory of a child cannot be limited", error.strerror)
 
-    def joined(self) -> None:
-        """A child is in its own: from now on a failure is news."""
-        self._has_failed = False
-
-    def failed(self, reason: str) -> None:
-        """Tell it, if that is news."""
-        if not self._has_failed:
-            self._has_failed = True
-            self._events.emit(ev.CgroupFailed(reason))
+    def failed(self, what: str, why: str | None) -> None:
+        """Tell it, each `what` once: what fails for one child fails for all, for ever and again."""
+        if what not in self._told:
+            self._told.add(what)
+            self._events.emit(ev.CgroupFailed(f"{what}: {why}"))
 
 
 def _lock(directory: Path) -> int:

@@ -92,7 +92,7 @@ class CgroupDelegated(Event):
 
 @dataclass(frozen=True, slots=True)
 class CgroupFailed(Event):
-    """A delegated cgroup cannot be used, or not for all; children go on without. Told once until it works again."""
+    """A delegated cgroup cannot be used, or not for all; children go on without. Everything that fails is told once."""
 
     level: ClassVar[int] = WARNING
     reason: str

@@ -520,10 +520,8 @@ class Pool:
             raise ProtocolError("it said hello twice")
         child.ready_at = now()
         if hello.cgroup_error:
-            self._cgroups.failed(hello.cgroup_error)
+            self._cgroups.failed("a child cannot join its cgroup", hello.cgroup_error)
             self._clear_cgroup(child)
-        elif child.cgroup is not None:
-            self._cgroups.joined()
         if child.state is ChildState.KILLED:
             return
         child.advance(ChildEvent.SAID_HELLO, child.deadline if child.state is ChildState.STOPPING else None)

@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_enabled_is_told_and_children_have_cgroups_without
     groups, made = scene.make()
     assert not made.has_memory
     assert scene.recorded.all == [
-        CgroupFailed(f"{hierarchy.path}: the memory controller cannot be enabled: No such file or directory"),
+        CgroupFailed("memory cannot be limited: No such file or directory"),
         CgroupDelegated(str(hierarchy.path), False),
     ]
     groups.close()
@@ -162,14 +162,14 @@ def test_a_leaf_that_cannot_be_joined_is_told_and_children_get_none(
     monkeypatch.setattr(childcgroups, "join", refuse)
     groups = scene.open()
     assert groups.make(0, 1) is None
-    assert scene.recorded.all == [CgroupFailed(f"{hierarchy.path}: Permission denied")]
+    assert scene.recorded.all == [CgroupFailed(f"{hierarchy.path} cannot be used: Permission denied")]
     groups.close()
 
 
 def test_a_directory_has_one_supervisor_until_that_closes_it(scene: Scene, hierarchy: Hierarchy) -> None:
     first = scene.open()
     second = scene.open()
-    assert scene.recorded.all[1:] == [CgroupFailed(f"{hierarchy.path}: another supervisor uses it")]
+    assert scene.recorded.all[1:] == [CgroupFailed(f"{hierarchy.path} cannot be used: another supervisor uses it")]
     assert second.make(0, 1) is None
     second.close()
     first.close()
@@ -275,15 +275,18 @@ def test_out_of_memory_kills_and_whose_limit_it_was(scene: Scene, events: str, k
     groups.close()
 
 
-def test_what_cannot_be_made_is_told_once_until_a_child_has_joined_its_own(scene: Scene, hierarchy: Hierarchy) -> None:
+def test_what_fails_is_told_once(scene: Scene, hierarchy: Hierarchy) -> None:
     groups = scene.open()
     hierarchy.full = True
     assert (groups.make(0, 7), groups.make(1, 8)) == (None, None)
-    told = CgroupFailed(f"{hierarchy.path}/child-0-7: Resource temporarily unavailable")
+    hierarchy.full = False
+    assert groups.make(0, 9) is not None
+    hierarchy.full = True
+    assert groups.make(1, 10) is None
+    told = CgroupFailed("no cgroup can be made for a child: Resource temporarily unavailable")
     assert scene.recorded.all[1:] == [told]
-    groups.joined()
-    assert groups.make(0, 7) is None
-    assert scene.recorded.all[1:] == [told, told]
+    groups.failed("a child cannot join its cgroup", "Permission denied")
+    assert scene.recorded.all[2:] == [CgroupFailed("a child cannot join its cgroup: Permission denied")]
     groups.close()
 
 
@@ -291,7 +294,7 @@ def test_a_limit_that_cannot_be_set_is_told_and_stops_nothing(scene: Scene) -> N
     groups, made = scene.make(MIB)
     (made.path / "memory.max").unlink()
     groups.begin_job(made)
-    reason = f"{made.path}: its memory cannot be limited: No such file or directory"
+    reason = "the memory of a child cannot be limited: No such file or directory"
     assert scene.recorded.all[1:] == [CgroupFailed(reason)]
     groups.close()
 
