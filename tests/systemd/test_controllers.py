@@ -25,6 +25,8 @@ CHILDREN = 2
 MEMORY_MAX = 160 << 20
 MAX_PRESSURE = 20
 GROUP = Path("/sys/fs/cgroup/system.slice") / UNIT
+PATIENT = ("TimeoutStartSec=10min", "WatchdogSec=5min")
+"""Nobody is quick there, and who is short of memory even less so."""
 
 
 # --- limits of children -----------------------------------------------------------------------------------------------
@@ -42,7 +44,7 @@ def drop_in(bed: Bed) -> Iterator[None]:
 @pytest.mark.usefixtures("drop_in")
 def test_family_that_exceeds_the_limit_of_a_child_dies_alone(service: Service) -> None:
     """By the child's own cgroup: nothing has happened to the unit's or to the supervisor's."""
-    service.configure(child_memory_limit=CHILD_LIMIT)
+    service.configure(*PATIENT, child_memory_limit=CHILD_LIMIT)
     service.start()
     main = service.main_pid
     assert service.wait_for_event("cgroup_delegated")["line"]["memory"] is True
@@ -83,8 +85,7 @@ def test_family_that_exceeds_the_limit_of_a_child_dies_alone(service: Service) -
 def started(bed: Bed, journal: Journal, server: DevServer) -> Iterator[Service]:
     limits = (f"CPUQuota={CHILDREN * 100}%", f"MemoryMax={MEMORY_MAX}", "MemorySwapMax=0")
     with service_in(bed, journal, server, server.client) as unit:
-        # Out of memory nobody is quick, nor is the supervisor: leases must not run out.
-        unit.configure(*limits, procs="auto", max_memory_pressure=MAX_PRESSURE, lease_duration=600)
+        unit.configure(*PATIENT, *limits, procs="auto", max_memory_pressure=MAX_PRESSURE, lease_duration=600)
         yield unit.start()
 
 
