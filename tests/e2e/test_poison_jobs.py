@@ -12,9 +12,7 @@ import pytest
 from tests.chaos.stage import start_daemon
 from tests.support.daemon import Daemon, wait_until
 from tests.support.devserver import DevServer, dev_server
-from tests.support.transports import EVERY_TRANSPORT, options_of
-
-pytestmark = EVERY_TRANSPORT
+from tests.support.transports import options_of
 
 
 @pytest.fixture
