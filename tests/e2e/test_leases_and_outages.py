@@ -13,9 +13,9 @@ import pytest
 from tests.e2e.conftest import STUB_KEY, stub_worker
 from tests.support.daemon import Daemon, is_alive, wait_until
 from tests.support.stub_api import Reply, StubApi
-from tests.support.transports import EVERY_TRANSPORT, REST_ONLY
+from tests.support.transports import BOTH_KINDS, REST_ONLY
 
-pytestmark = EVERY_TRANSPORT
+pytestmark = BOTH_KINDS
 
 SHORT = ("--lease-duration", "5", "--abort-grace", "0.5")
 """Renewed after 2.5 s; told to stop after 4.0 s, killed after 4.5 s."""
