@@ -13,9 +13,7 @@ import pytest
 from tests.e2e.conftest import STUB_KEY, stub_worker
 from tests.support.daemon import Daemon, is_alive, wait_until
 from tests.support.stub_api import Reply, StubApi
-from tests.support.transports import BOTH_KINDS, REST_ONLY
-
-pytestmark = BOTH_KINDS
+from tests.support.transports import REST_ONLY
 
 SHORT = ("--lease-duration", "5", "--abort-grace", "0.5")
 """Renewed after 2.5 s; told to stop after 4.0 s, killed after 4.5 s."""

@@ -13,9 +13,7 @@ import pytest
 from tests.e2e.conftest import STUB_KEY, Site, stub_worker
 from tests.support.daemon import Daemon, daemon, is_alive, processes_of, wait_until
 from tests.support.stub_api import Reply, StubApi
-from tests.support.transports import ASKED_FOR_JOBS, BOTH_KINDS
-
-pytestmark = BOTH_KINDS
+from tests.support.transports import ASKED_FOR_JOBS
 
 
 def status_of_worker(site: Site, worker: Daemon) -> str | None:

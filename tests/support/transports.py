@@ -1,10 +1,9 @@
 """The ways in which a daemon may talk to the service, and which tests run over which of them.
 
 What a daemon promises holds on each (README, gRPC). So tests of recovery and chaos are marked `EVERY_TRANSPORT`, and
-run once over each; those of leases and drains `BOTH_KINDS`, and run over one of each kind; single ones may name theirs.
-Their daemons get the options from the fixture `transport`, most by way of `site` or `stub`. All other tests run over
-REST, as what they look at happens far from the transport, and time is short. With E2E_TRANSPORT=grpc-stream all run
-over that one, and only over that one.
+run once over each; single ones may name theirs. Their daemons get the options from the fixture `transport`, most by way
+of `site` or `stub`. All other tests run over REST, as time is short. With E2E_TRANSPORT=grpc-stream all run over that
+one, and only over that one.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import pytest
 
 REST, STREAM, PROCESS = TRANSPORTS = ("rest", "grpc-stream", "grpc-process")
 EVERY_TRANSPORT = pytest.mark.transports(*TRANSPORTS)
-BOTH_KINDS = pytest.mark.transports(*TRANSPORTS, unless_chosen=(REST, STREAM))
-"""Jobs that are asked for, and jobs that are pushed."""
 REST_ONLY = pytest.mark.transports(REST)
 ASKED_FOR_JOBS = pytest.mark.transports(REST, PROCESS)
 """Tests of claims as requests, which a stream has none of."""
@@ -27,10 +24,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     """For `pytest_generate_tests`."""
     marker = metafunc.definition.get_closest_marker("transports")
     if marker is not None and "transport" in metafunc.fixturenames:
-        if CHOSEN is None:
-            names = marker.kwargs.get("unless_chosen", marker.args)
-        else:
-            names = (CHOSEN,) if CHOSEN in marker.args else marker.args[:1]
+        names = [name for name in marker.args if CHOSEN in (None, name)] or marker.args[:1]
         metafunc.parametrize("transport", names, indirect=True, scope="module")
 
 
