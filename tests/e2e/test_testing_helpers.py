@@ -82,7 +82,8 @@ def misbehaves(ctx: JobContext) -> Any:
         case "not json":
             return {1, 2}
         case "hang":
-            subprocess.Popen(["sleep", "64"], start_new_session=True)
+            sleeper = subprocess.Popen(["sleep", "64"], start_new_session=True)
+            ctx.log("info", "started", pid=sleeper.pid)
             time.sleep(30)
         case "obeys":
             return [ctx.signal.wait(30), ctx.signal.reason]
@@ -186,9 +187,10 @@ def test_whatever_it_does_happens_to_the_child(payload: str, outcome: str, words
     assert run.outcome == outcome, run
     assert all(word in (run.error or "") for word in words), run.error
     assert time.monotonic() - started_at < 15
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and b"sleep\x0064\x00" in _command_line(pid)], (
-        "what it had started is killed, too"
-    )
+    for line in run.logs:
+        if line.message == "started":
+            assert b"sleep" not in _command_line(str(line.meta["pid"])), "what it had started is killed, too"
+    assert (payload == "hang") == any(line.message == "started" for line in run.logs)
 
 
 def _command_line(pid: str) -> bytes:
