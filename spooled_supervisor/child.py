@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from spooled_supervisor import cgroups, childmetrics, frames, kernel
+from spooled_supervisor import cgroups, childmetrics, frames, kernel, timing
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority, raised_oom_score
@@ -62,6 +62,8 @@ EXIT_SUPERVISOR_GONE = 3
 EXIT_BOOT_FAILED = 4
 READ_BYTES = 64 * 1024
 """All that a pipe holds (pipe(7)). A megabyte would be mapped and given back for every frame, which takes 10 us."""
+NEXT_JOB_MS = 2
+"""A child that has no other job after this is idle, as far as its title tells."""
 _loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
 
 
@@ -131,7 +133,6 @@ class Child:
             return EXIT_BOOT_FAILED
         self.send(frames.Hello(self._slot, self._settings.generation, os.getpid(), self._cgroup_error))
         self._metrics.report()
-        self._set_title("idle")
         while (job := self._next_job()) is not None:
             self._run_job(job)
         self.send(frames.Leaving())
@@ -288,7 +289,10 @@ class Child:
                     self._leaving = True
             if self._leaving:
                 return None
-            ready = dict(self._poll.poll(self._metrics.wait_ms))
+            ready = dict(self._poll.poll(NEXT_JOB_MS))
+            if not ready:  # else the title would change twice between two jobs, and only cost them time
+                self._set_title("idle")
+                ready = dict(self._poll.poll(self._metrics.wait_ms))
             if not ready:
                 self._metrics.report_if_due()
             if self._jobs_fd in ready and not self._read_pipe():
@@ -361,7 +365,7 @@ class Child:
             self._take_aborts()
             if self._signal.aborted and self._on_abort == "raise":
                 self.raise_later = True
-        self.send(frames.Started(job.run))
+        self.send(frames.Started(job.run, timing.now()))
         cpu_before = time.process_time()
         answer = self._answer(job, handler)
         with self._lock:  # a thread that the handler has left behind may be reporting at this moment
@@ -374,7 +378,6 @@ class Child:
         self._register_dumps()
         self.send(msgspec.structs.replace(answer, cpu_s=cpu_s, leaving=leaving, left_behind=list(swept.names)))
         self._metrics.report_if_due()
-        self._set_title("idle")
 
     def _answer(self, job: frames.RunJob, handler: Handler | None) -> frames.Answer:
         """Run the handler; whatever it does short of ending the process becomes an answer."""

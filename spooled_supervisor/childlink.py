@@ -63,6 +63,10 @@ class Run:
     def job(self) -> Job:
         return self.lease.job
 
+    def believable_start(self, said: float, read_at: float) -> float:
+        """When it has begun: what its child says of that, if it can be true, else when we have read it."""
+        return said if self.given_at <= said <= read_at else read_at
+
 
 class ChildLink:
     """One child as the supervisor sees it. `pool.Pool` alone calls it; times are instants on `timing.now`."""
@@ -176,6 +180,16 @@ class ChildLink:
         return "\n".join(line for line in lines if not any(own in line for own in OWN_FRAMES))[:MAX_STACK_CHARS]
 
     # --- from the child ------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Do not be woken by its reports until `listen`: what it says meanwhile waits in the pipe."""
+        if self._reads:
+            self._loop.remove_reader(self._born.reports_fd)
+
+    def listen(self) -> None:
+        """Be woken by its reports again."""
+        if self._reads:
+            self._loop.add_reader(self._born.reports_fd, self._on_readable)
 
     def _on_readable(self) -> None:
         """One read, so that no child can keep the loop from the others."""

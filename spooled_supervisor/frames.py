@@ -97,9 +97,10 @@ class BootFailed(_Message, frozen=True, array_like=True, tag=2):
 
 
 class Started(_Message, frozen=True, array_like=True, tag=3):
-    """The job was taken from the pipe; from here on a death is the job's."""
+    """The job was taken from the pipe; from here on a death is the job's. `at`: when, by the child's `timing.now`."""
 
     run: Number
+    at: float
 
 
 class Progress(_Message, frozen=True, array_like=True, tag=4):

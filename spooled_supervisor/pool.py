@@ -50,6 +50,8 @@ BROKEN_LIMIT_S = 1.0
 CLOSE_LIMIT_S = 2.0
 CPUS = os.cpu_count() or 1
 TELL_DELAY_S = 0.001
+LONG_JOB_S = 0.003
+"""A child whose last job took so long has, in all likelihood, nothing to tell of its next one for TELL_DELAY_S."""
 MAX_TIMES_GIVEN = 3
 RECYCLE_JITTER = 0.1
 
@@ -88,6 +90,7 @@ class Pool:
         self._is_replacing = True  # children that are missing are started
         self._forks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._resting: list[ChildLink] = []  # their reports are read when the answers are handed on
         self._answered: list[Run] = []  # their outcomes are known and not handed on yet
         self._tell_timer: asyncio.TimerHandle | None = None
         self._oom = OomCounter()
@@ -384,8 +387,8 @@ class Pool:
             self._ask_to_leave(child, "scale")
         self.turn()
 
-    def _give(self, child: ChildLink, run: Run) -> None:
-        """The child counts as busy before the frame is written."""
+    def _give(self, child: ChildLink, run: Run, *, is_quiet: bool = False) -> None:
+        """The child counts as busy before the frame is written. `is_quiet`: all that it has printed is taken."""
         self._waiting.remove(run)
         run.given_at = now()
         run.times_given += 1
@@ -394,7 +397,8 @@ class Pool:
             run.base_memory_bytes = rss_private(child.pid)  # what earlier jobs have left there is not its fault
         if child.cgroup is not None:
             self._cgroups.begin_job(child.cgroup)
-        child.output.begin()  # what was said before is not this job's
+        if not is_quiet:
+            child.output.begin()  # what was said before is not this job's
         child.run = run
         child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)
         job = run.job
@@ -491,8 +495,8 @@ class Pool:
         match message:
             case frames.Answer():
                 self._on_answer(child, message)
-            case frames.Started(run=number):
-                self._on_started(child, _run_of(child, number))
+            case frames.Started(run=number, at=at):
+                self._on_started(child, _run_of(child, number), at)
             case frames.Progress(run=number, percent=percent, message=text):
                 run = _run_of(child, number)
                 run.percent, run.message = percent, text
@@ -536,10 +540,10 @@ class Pool:
         self.turn()
         self._on_change()
 
-    def _on_started(self, child: ChildLink, run: Run) -> None:
+    def _on_started(self, child: ChildLink, run: Run, at: float) -> None:
         if run.started_at is not None:
             raise ProtocolError("it started a run twice")
-        run.started_at = now()
+        run.started_at = run.believable_start(at, now())
         if child.state is ChildState.BUSY:
             child.deadline = run.started_at + run.timeout_s
             self._arm(child.deadline)
@@ -559,18 +563,34 @@ class Pool:
             return  # its family is dying: the run is over when that is done
         if run.abort_reason is not None:
             run.stack = child.read_stack()
-        child.output.drain()  # while its lines are still this job's
+        child.output.begin()  # while its lines are still this job's
         child.run = None
         child.jobs_done += 1
         child.advance(ChildEvent.ANSWERED)
         self._recycle_if_due(child, answer.leaving or (ISOLATION if run.is_isolated else None))
         run.ended_at = now()
         self._answered.append(run)
-        self.turn()
+        if self._gives_next(child):
+            if run.ended_at - run.started_at >= LONG_JOB_S:
+                child.rest()
+                self._resting.append(child)
+        else:
+            self.turn()
         if child.run is None:
             self._tell_answered()
         elif self._tell_timer is None:
             self._tell_timer = self._loop.call_later(TELL_DELAY_S, self._tell_answered)
+
+    def _gives_next(self, child: ChildLink) -> bool:
+        """What `turn` comes to in the usual case, without a look at all slots and children: this child has answered,
+        and gets what has waited longest. The child is without work meanwhile: this takes half of the time."""
+        slot = self._slot_of(child)
+        may_take = slot is not None and slot.idle_child is child and slot.renew_reason is None
+        if not may_take or not self._waiting or self._waiting[0].is_isolated or self._caps:
+            return False
+        self._give(child, self._waiting[0], is_quiet=True)
+        self._arm(child.deadline or math.inf)
+        return True
 
     def _tell_answered(self) -> None:
         """Hand on what has been answered. Where the child got its next job at once, this waits for a moment.
@@ -582,6 +602,9 @@ class Pool:
             self._tell_timer.cancel()
             self._tell_timer = None
         answered, self._answered = self._answered, []
+        resting, self._resting = self._resting, []
+        for child in resting:
+            child.listen()
         for run in answered:
             self._over(run)
         self._on_change()

@@ -18,7 +18,7 @@ import pytest
 
 from spooled_supervisor import timing
 from spooled_supervisor.api.grpc import GrpcApi, JobStream, host_of
-from spooled_supervisor.api.grpc_process import GrpcProcessApi
+from spooled_supervisor.api.grpc_process import MAX_STREAMS, GrpcProcessApi
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.api.transports import FINAL_TRIES, BothApi
 from spooled_supervisor.api.values import NotCarried, Settled, UnreadableJob
@@ -485,8 +485,8 @@ def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServ
     async def main(api: GrpcProcessApi, faults: Faults) -> None:
         (job,) = await claimed(api, queue_name)
         faults.set("hang", {"claim"})
-        stuck = [asyncio.ensure_future(claimed(api, queue_name)) for _ in range(3)]
-        await asyncio.to_thread(wait_until, lambda: len(faults.of("claim")) == 2, "the first of them is there")
+        stuck = [asyncio.ensure_future(claimed(api, queue_name)) for _ in range(MAX_STREAMS + 1)]
+        await asyncio.to_thread(wait_until, lambda: len(faults.of("claim")) == 1 + MAX_STREAMS, "all streams hang")
         for _ in range(3):
             await api.renew(job, deadline=timing.now() + 2.0)
         assert not any(task.done() for task in stuck)

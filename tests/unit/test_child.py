@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spooled_supervisor import child as child_module
-from spooled_supervisor import frames, kernel, rates, wording
+from spooled_supervisor import frames, kernel, rates, timing, wording
 from spooled_supervisor.app import App, JobContext
 from spooled_supervisor.child import (
     ABORT_SIGNAL,
@@ -78,13 +78,16 @@ class Supervisor:
 
     def run(self, payload: bytes = b"{}", *, queue_name: str = "q", also: tuple[frames.ToChild, ...] = ()) -> Any:
         """Give a job (and what else is in the pipe by then) and let the child run it; its answer."""
+        given_at = timing.now()
         self.tell(frames.RunJob(self._next_run, "job-1", queue_name, payload, 1, 3, 60.0), *also)
         self._next_run += 1
         job = self.child._next_job()
         assert job is not None
         self.child._run_job(job)
         started, *self.said, answer = self.heard()
-        assert started == frames.Started(job.run)
+        assert isinstance(started, frames.Started)
+        assert started.run == job.run
+        assert given_at <= started.at <= timing.now()
         assert isinstance(answer, frames.Answer)
         assert answer.run == job.run
         return answer
@@ -631,7 +634,7 @@ def send_interrupted(child: Child, message: frames.FromChild, *interruptions: tu
 
 def test_an_interruption_between_any_two_bytecodes_of_send_breaks_no_frame_and_loses_none(make: Make) -> None:
     supervisor = make()
-    a, b = frames.Started(1), frames.Progress(1, 50.0, "interrupting")
+    a, b = frames.Started(1, 0.5), frames.Progress(1, 50.0, "interrupting")
     at = 0
     while send_interrupted(supervisor.child, a, (at, b)):
         assert sorted(map(repr, supervisor.heard())) == sorted(map(repr, [a, b])), f"interrupted at bytecode {at}"
@@ -642,7 +645,7 @@ def test_an_interruption_between_any_two_bytecodes_of_send_breaks_no_frame_and_l
 
 def test_two_interruptions_of_one_send_break_no_frame_and_lose_none(make: Make) -> None:
     supervisor = make()
-    a, b, c = frames.Started(1), frames.Progress(1, 50.0, "b"), frames.Progress(1, 60.0, "c")
+    a, b, c = frames.Started(1, 0.5), frames.Progress(1, 50.0, "b"), frames.Progress(1, 60.0, "c")
     done = 0
     for first in range(0, 120, 3):
         for second in range(first + 1, 200, 11):
@@ -684,7 +687,7 @@ def test_a_child_whose_supervisor_is_gone_leaves_when_it_speaks(make: Make, monk
     os.close(supervisor.reports_fd)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Exited) as caught:
-        supervisor.child.send(frames.Started(1))
+        supervisor.child.send(frames.Started(1, 0.5))
     assert caught.value.args == (EXIT_SUPERVISOR_GONE,)
 
 

@@ -29,7 +29,7 @@ GOLDEN: list[tuple[ToChild | FromChild, str]] = [
     (frames.Hello(3, 2, 4711), "0800000095 01 03 02 cd1267 a0"),
     (frames.Hello(3, 2, 4711, "no"), "0a00000095 01 03 02 cd1267 a26e6f"),
     (frames.BootFailed("no database"), "0e00000092 02 ab6e6f206461746162617365"),
-    (frames.Started(7), "0300000092 03 07"),
+    (frames.Started(7, 12.5), "0c00000093 03 07 cb4029000000000000"),
     (frames.Progress(7, 12.5, None), "0d00000094 04 07 cb4029000000000000 c0"),
     (frames.Progress(7, 100.0, "é"), "0f00000094 04 07 cb4059000000000000 a2c3a9"),
     (
@@ -76,7 +76,7 @@ instant = st.floats(allow_nan=False)
 reports = st.one_of(
     st.builds(frames.Hello, number, number, number),
     st.builds(frames.BootFailed, text),
-    st.builds(frames.Started, number),
+    st.builds(frames.Started, number, instant),
     st.builds(frames.Progress, number, instant, st.none() | text),
     st.builds(frames.Log, number, st.sampled_from(["debug", "error"]), text, st.none() | text, st.just("log")),
     st.builds(frames.LogsDropped, number, number),
@@ -228,7 +228,7 @@ def test_the_longest_text_passes_and_a_longer_one_does_not() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        frames.Started(-1),
+        frames.Started(-1, 0.0),
         frames.Log(-1, "info", "", None, "log"),
         frames.Log(1, "x" * 17, "", None, "log"),
         frames.Log(1, "info", "", None, "x" * 17),
@@ -251,8 +251,8 @@ def test_a_frame_for_a_child_is_no_report() -> None:
 
 
 def test_messages_before_a_broken_frame_are_given_first() -> None:
-    feed = frames.decoder_of_child().feed(frames.encode_frame(frames.Started(1)) + b"\x01\x00\x00\x00\xc1")
-    assert next(feed) == frames.Started(1)
+    feed = frames.decoder_of_child().feed(frames.encode_frame(frames.Started(1, 0.5)) + b"\x01\x00\x00\x00\xc1")
+    assert next(feed) == frames.Started(1, 0.5)
     with pytest.raises(ProtocolError):
         next(feed)
 

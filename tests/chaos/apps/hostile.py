@@ -196,19 +196,19 @@ def hello_of_another(fd: int, run: int) -> None:
 
 @attack
 def started_twice(fd: int, run: int) -> None:
-    write(fd, frames.encode_frame(frames.Started(run)))
+    write(fd, frames.encode_frame(frames.Started(run, 0.0)))
     for_ever()
 
 
 @attack
 def huge_run(fd: int, run: int) -> None:
-    write(fd, frame(3, 2**64 - 1))
+    write(fd, frame(3, 2**64 - 1, 0.0))
     for_ever()
 
 
 @attack
 def negative_run(fd: int, run: int) -> None:
-    write(fd, frame(3, -1))
+    write(fd, frame(3, -1, 0.0))
     for_ever()
 
 
