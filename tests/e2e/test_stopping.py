@@ -371,7 +371,7 @@ def test_other_signals_to_every_process_of_the_unit_disturb_nobody(site: Site, n
     with site.worker() as worker:
         job_id = site.add("spin", seconds=0.7)
         worker.ledger.wait_for("start", job=job_id)
-        for pid in [worker.pid, *worker.leftovers()]:
+        for pid in [*worker.leftovers(), worker.pid]:  # the supervisor last: on TTOU a child leaves
             os.kill(pid, number)
         assert site.end(job_id)["status"] == "completed"
         site.check_slots(worker, 1 if number == signal.SIGTTOU else 2)  # TTOU takes one child away
