@@ -18,7 +18,7 @@ import pytest
 
 from spooled_supervisor import timing
 from spooled_supervisor.api.grpc import GrpcApi, JobStream, host_of
-from spooled_supervisor.api.grpc_process import MAX_STREAMS, GrpcProcessApi
+from spooled_supervisor.api.grpc_process import MAX_STREAMS, WAITING_PER_STREAM, GrpcProcessApi
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.api.transports import FINAL_TRIES, BothApi
 from spooled_supervisor.api.values import NotCarried, Settled, UnreadableJob
@@ -485,7 +485,8 @@ def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServ
     async def main(api: GrpcProcessApi, faults: Faults) -> None:
         (job,) = await claimed(api, queue_name)
         faults.set("hang", {"claim"})
-        stuck = [asyncio.ensure_future(claimed(api, queue_name)) for _ in range(MAX_STREAMS + 1)]
+        too_many = WAITING_PER_STREAM * MAX_STREAMS + 1
+        stuck = [asyncio.ensure_future(claimed(api, queue_name)) for _ in range(too_many)]
         await asyncio.to_thread(wait_until, lambda: len(faults.of("claim")) == 1 + MAX_STREAMS, "all streams hang")
         for _ in range(3):
             await api.renew(job, deadline=timing.now() + 2.0)
@@ -495,6 +496,30 @@ def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServ
         await asyncio.gather(*stuck, return_exceptions=True)
 
     through_faults(server, main, GrpcProcessApi)
+
+
+def test_where_many_requests_wait_another_stream_is_opened(queue_name: str) -> None:
+    """The server works on the requests of one stream one after the other."""
+    streams: list[object] = []
+    there_are_two = asyncio.Event()
+
+    async def slow(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        streams.append(context)
+        if len(streams) == 2:
+            there_are_two.set()
+        async for _ in requests:
+            await there_are_two.wait()
+            yield pb.ProcessResponse(error=pb.ErrorResponse(code="NO_JOBS")).SerializeToString()
+
+    async def main(api: GrpcProcessApi) -> None:
+        few = [asyncio.ensure_future(claimed(api, queue_name)) for _ in range(WAITING_PER_STREAM)]
+        await until(lambda: len(streams) == 1, "a stream")
+        one_more = await asyncio.wait_for(claimed(api, queue_name), LIMIT_S)
+        assert [one_more, *await asyncio.gather(*few)] == [()] * (WAITING_PER_STREAM + 1)
+        assert await claimed(api, queue_name) == ()
+        assert len(streams) == 2
+
+    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(slow)}, main, GrpcProcessApi)
 
 
 def test_a_job_that_cannot_be_decoded_is_known_by_name(kind: type[GrpcApi], queue_name: str) -> None:
