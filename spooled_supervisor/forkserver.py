@@ -260,10 +260,17 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
 
 def make_streams_plain() -> None:
     """A line at a time, and no encoding that can fail: for all children, which inherit it."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            reconfigure = stream.reconfigure
+        except AttributeError:  # there is none, or the app has one of its own
+            continue
+        try:
             reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        except OSError:  # in a copy of a program it was a file, and takes the pipe that it is now for one
+            plain = os.fdopen(stream.fileno(), "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+            setattr(sys, name, plain)
 
 
 def load_app(spec: str, queue_names: Sequence[str], on_abort: OnAbort = "signal") -> App:

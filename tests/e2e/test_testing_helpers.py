@@ -193,6 +193,27 @@ def test_whatever_it_does_happens_to_the_child(payload: str, outcome: str, words
     assert (payload == "hang") == any(line.message == "started" for line in run.logs)
 
 
+def test_a_child_of_a_program_whose_output_goes_to_a_file_prints_into_its_log(tmp_path: Path) -> None:
+    """Of such a program the copy has streams that could seek, and then are pipes."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from spooled_supervisor.testing import run_in_child\n"
+        "def handle(ctx):\n"
+        "    print('from the child: \\u00e9')\n"
+        "print('before')\n"
+        "run = run_in_child(handle, {})\n"
+        "assert run.outcome == 'succeeded', run\n"
+        "assert [line.message for line in run.logs] == ['from the child: \\u00e9'], run\n"
+        "print('after')\n"
+    )
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, program], stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=60, check=False
+        )
+    assert (done.returncode, output.read_text()) == (0, "before\nafter\n")
+
+
 def _command_line(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
