@@ -30,6 +30,7 @@ from tests.support.daemon import (
     wait_until,
 )
 from tests.support.stub_api import Reply, StubApi
+from tests.support.transports import REST_ONLY
 
 KEY = "sp_test_0123456789"
 GOOD_APP = """
@@ -162,11 +163,11 @@ def test_app_beside_modules_named_like_ours_is_imported(tmp_path: Path, stub: St
 
 
 def test_plain_callable_serves_the_one_queue_it_is_given(tmp_path: Path, stub: StubApi) -> None:
-    write_app(tmp_path, "def double(ctx):\n    return 2 * ctx.payload")
+    write_app(tmp_path, "def double(ctx):\n    return {'n': 2 * ctx.payload['n']}")
     with stub_worker(stub, app="myjobs:double", queues=["numbers"], cwd=tmp_path, procs=1):
-        stub.add_job(queue_name="numbers", payload=21)
+        stub.add_job(queue_name="numbers", payload={"n": 21})
         wait_until(lambda: stub.completed, "the job")
-        assert stub.completed == {"job-1": b"42"}
+        assert stub.completed == {"job-1": b'{"n":42}'}
 
 
 def test_threads_at_import_are_a_warning_with_their_names(stub: StubApi) -> None:
@@ -231,6 +232,7 @@ def test_refused_key_of_the_embedded_server_exits_77(site: Site) -> None:
     assert_complains(done, 77, "401")
 
 
+@REST_ONLY
 def test_401_of_a_login_page_is_no_refusal(stub: StubApi) -> None:
     """A proxy's 401 says nothing about our key: it may be gone in a minute."""
     for operation in ("register", "claim"):
@@ -364,6 +366,8 @@ def check_in_use(cwd: Path) -> Finished:
 
 # --- the server ----------------------------------------------------------------------------------------------------
 
+# Most of this is HTTP that no client of gRPC ever sees; what can go wrong there is in test_grpc_client.py.
+
 SENSELESS: dict[str, Reply] = {
     "html": Reply.html(),
     "html-502": Reply.html(502),
@@ -388,6 +392,7 @@ SENSELESS: dict[str, Reply] = {
 }
 
 
+@REST_ONLY
 @pytest.mark.parametrize("name", SENSELESS)
 def test_senseless_claim_answers_end_nothing_and_are_not_hammered(stub: StubApi, name: str) -> None:
     stub.on("claim", SENSELESS[name], times=2)
@@ -401,6 +406,7 @@ def test_senseless_claim_answers_end_nothing_and_are_not_hammered(stub: StubApi,
         assert worker.health()[0] == 200
 
 
+@REST_ONLY
 @pytest.mark.parametrize(
     "name", ["html", "empty", "null", "array", "garbage", "redirect", "bad-utf-8", "nothing", "500"]
 )
@@ -421,6 +427,7 @@ def test_senseless_answers_to_everything_end_nothing(stub: StubApi, name: str) -
         wait_until(lambda: job_id in stub.completed, "the job, after the server has come to its senses")
 
 
+@REST_ONLY
 @pytest.mark.parametrize("name", ["html", "empty", "garbage", "nothing", "html-502", "500", "redirect", "bad-gzip"])
 def test_senseless_answers_to_complete_lose_no_result_and_make_no_failure(stub: StubApi, name: str) -> None:
     stub.on("complete", SENSELESS[name], times=2)
@@ -452,6 +459,7 @@ def test_failure_that_is_refused_is_sent_once_more_as_plain_text(stub: StubApi) 
         assert "ValueError" in stub.failed[job_id]
 
 
+@REST_ONLY  # a number is a number in gRPC
 def test_job_whose_record_is_unreadable_is_failed_by_name_and_others_run(stub: StubApi) -> None:
     with stub_worker(stub, procs=2) as worker:
         worker.wait_until_running()
@@ -461,6 +469,7 @@ def test_job_whose_record_is_unreadable_is_failed_by_name_and_others_run(stub: S
         wait_until(lambda: bad in stub.failed or bad in stub.completed, "an end of the bad one")
 
 
+@REST_ONLY  # a stream and ProcessJobs give one at a time
 def test_more_jobs_than_asked_for_are_given_back(stub: StubApi) -> None:
     def record(n: int) -> dict[str, Any]:
         return {

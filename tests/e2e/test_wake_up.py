@@ -12,6 +12,7 @@ from tests.e2e.conftest import STUB_KEY, Site, stub_worker
 from tests.support.daemon import Daemon, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
 from tests.support.stub_api import Reply, StubApi
+from tests.support.transports import ASKED_FOR_JOBS
 
 MEDIAN_LIMIT_S = 0.05
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n: connected\n\n"
@@ -40,6 +41,7 @@ def test_with_the_stream_a_job_starts_long_before_the_next_poll(site: Site) -> N
         assert max(found) < 5.0
 
 
+@ASKED_FOR_JOBS
 def test_without_the_stream_a_job_starts_within_the_poll_interval(site: Site) -> None:
     with site.worker(options=["--poll-interval", "1s", "--no-events"]) as worker:
         worker.wait_until_running()
