@@ -124,7 +124,9 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     from spooled_supervisor.checking import app_problems, online_problems
 
     is_online = "--online" in argv
-    config, problems = configuration.examine([word for word in argv if word != "--online"], env)
+    parser = configuration.make_parser(prog="spooled-supervisor check", usage="%(prog)s [options]")
+    parser.add_argument("--online", action="store_true", help="try the API key at the service, too")
+    config, problems = configuration.examine(argv, env, parser=parser)
     for problem in app_problems(config) if config.app else []:
         problems.add(problem)
     if is_online and config.api.url and config.api.key.reveal():

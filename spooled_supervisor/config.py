@@ -190,7 +190,7 @@ def examine(
 ) -> tuple[Config, Problems]:
     """As `load`, but the problems are handed over: where there are any, what they are about is None or empty."""
     problems = Problems(env.get("SPOOLED_API_KEY", ""))
-    sources = _Sources.read(read_flags(argv, parser or _parser(), problems), env, problems)
+    sources = _Sources.read(read_flags(argv, parser or make_parser(), problems), env, problems)
     return _Draft(sources, env, problems).config(is_tty), problems
 
 
@@ -206,8 +206,11 @@ def of_values(values: Mapping[str, Any], *, api_key: str) -> Config:
     return config
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = OptionParser(prog="spooled-supervisor", usage="%(prog)s [run] [options]")
+def make_parser(
+    *, prog: str = "spooled-supervisor", usage: str = "%(prog)s [run] [options]"
+) -> argparse.ArgumentParser:
+    """Of all options, for a command that may have more of its own."""
+    parser = OptionParser(prog=prog, usage=usage)
     parser.add_argument("--version", action="version", version=f"spooled-supervisor {__version__}")
     add_options(parser)
     return parser

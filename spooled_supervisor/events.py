@@ -528,7 +528,7 @@ class ClaimAnswered(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed(Event):
-    """One renewal. `result`: ok, lost, unavailable, expired; `late_s` after it was due."""
+    """One renewal. `result`: ok, lost, unavailable; `late_s` after it was due."""
 
     level: ClassVar[int] = 0
     job_id: str

@@ -28,7 +28,14 @@ from spooled_supervisor.pool import Pool
 from spooled_supervisor.registration import Registration, Vitals
 from spooled_supervisor.resources import TICKS_PER_S, FamilyUsage, pss_uss, read_host
 from spooled_supervisor.telemetry.history import History
-from spooled_supervisor.telemetry.snapshot import MAX_LEASES, ChildSnapshot, LeaseSnapshot, QueueSnapshot, Snapshot
+from spooled_supervisor.telemetry.snapshot import (
+    MAX_LEASES,
+    STARTING,
+    ChildSnapshot,
+    LeaseSnapshot,
+    QueueSnapshot,
+    Snapshot,
+)
 from spooled_supervisor.timing import now, wall
 from spooled_supervisor.troubles import Troubles
 
@@ -147,7 +154,7 @@ class Observer:
         """Reasons for `/health` to answer 503."""
         reasons = self._broken() + self._troubles.reasons
         if self._standing.phase is Phase.BOOTING:
-            reasons.append("starting: no child has been ready yet")
+            reasons.append(f"{STARTING}: no child has been ready yet")
         if self._standing.refused is not None:
             reasons.append(f"the API key is refused: {self._standing.refused}")
         if now() - self._holder.last_tick_at > STUCK_LOOP_S:
@@ -162,7 +169,7 @@ class Observer:
         standing = self._standing
         reasons = []
         if standing.phase is Phase.BOOTING:
-            reasons.append("starting")
+            reasons.append(STARTING)
         elif standing.phase > Phase.RUNNING:
             reasons.append(f"stopping ({standing.phase.name.lower()})")
         if standing.quiet_reason is not None:
@@ -331,8 +338,8 @@ def boot_snapshot(standing: Standing, procs: int) -> Snapshot:
         started_at=standing.started_wall,
         registered=False,
         quiet=False,
-        reasons=("starting: the app is being imported",),
-        unhealthy=("starting: the app is being imported",),
+        reasons=(f"{STARTING}: the app is being imported",),
+        unhealthy=(f"{STARTING}: the app is being imported",),
         queues=(),
         children=(),
         slots_backed_off=0,

@@ -35,7 +35,7 @@ from spooled_supervisor.telemetry.exchange import (
 from spooled_supervisor.telemetry.logs import EventLog, StandardLog
 from spooled_supervisor.telemetry.metrics import Metrics
 from spooled_supervisor.telemetry.page import status_page
-from spooled_supervisor.telemetry.snapshot import Snapshot
+from spooled_supervisor.telemetry.snapshot import STARTING, Snapshot
 
 MAX_CONNECTIONS = 64
 READ_TIMEOUT_S = 5.0
@@ -146,9 +146,9 @@ def health_status(now: Snapshot) -> str:
     """`starting`, `healthy`, `unhealthy` or `draining`; being quiet or fully busy is healthy."""
     if now.phase in ("draining", "stopping", "stopped"):
         return "draining"
-    if now.unhealthy:
-        return "unhealthy"
-    return "starting" if now.phase == "booting" else "healthy"
+    if now.phase == "booting" and all(reason.startswith(STARTING) for reason in now.unhealthy):
+        return "starting"
+    return "unhealthy" if now.unhealthy else "healthy"
 
 
 def _livez(request: Request) -> Response:

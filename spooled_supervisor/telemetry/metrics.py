@@ -58,7 +58,7 @@ RESTART_REASONS = (
     *(reason for reason in KILL_REASONS if reason not in LEFT_FOR_GOOD),
     *("aborted", "crash", "isolation", "jobs", "recycle", "reload", "terminated", "thread", "descriptors"),
 )
-RENEWAL_RESULTS = ("expired", "lost", "ok", "unavailable")
+RENEWAL_RESULTS = ("lost", "ok", "unavailable")
 FAILURE_KINDS = ("crashed", "failed", "released", "timed_out")
 JOB_STATUSES = ("completed", "failed")
 RELOAD_RESULTS = ("failed", "ok")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 MAX_LEASES = 200
 """So many are listed, those that end first; the numbers count all."""
 
+STARTING = "starting"
+"""What every reason begins with that is only that of a start."""
 PHASES = ("booting", "running", "draining", "stopping", "stopped")
 CHILD_STATES = ("starting", "idle", "busy", "aborting", "stopping", "killed")
 

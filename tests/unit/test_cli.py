@@ -96,6 +96,7 @@ def test_what_argparse_ends_by_itself_is_no_error(
     assert main(*argv) == EX_OK
     said = capsys.readouterr().out
     assert (__version__ if "--version" in argv else "usage:") in said
+    assert ("--online" in said) == (argv == ["check", "--help"])
 
 
 @pytest.mark.parametrize(
