@@ -34,6 +34,8 @@ from spooled_supervisor.proto import spooled_pb2 as pb
 from spooled_supervisor.proto.salvage import Undecodable
 
 NO_JOBS = "NO_JOBS"
+UNAUTHENTICATED = 401
+"""As `grpc_answers` puts it."""
 CLOSED = "the stream to the service was closed"
 STALLED_S = 2.0
 """A request that had so much time and got no answer tells of a stream that hangs, if nothing else was answered."""
@@ -72,6 +74,11 @@ class ProcessLink:
         """A request that was made then had no answer in time: break the stream if there was no other answer, either."""
         if self._heard_at < since <= timing.now() - STALLED_S:
             self._break(ApiUnavailable("nothing comes on the stream any more"))
+
+    def forget_key(self) -> None:
+        """The key that the stream was opened with is refused: the next request opens one with the key of then."""
+        if not self.waiting:  # else the last of those that wait will say the same
+            self._break(ApiUnavailable(CLOSED))
 
     async def close(self) -> None:
         """End the stream; what waits fails."""
@@ -234,6 +241,8 @@ class GrpcProcessApi(GrpcApi):
             if kind == "error":
                 failure = grpc_answers.facts(response.error.code, response.error.message, secret=self._secret)
                 status = "200" if failure.code == NO_JOBS else str(failure.status)
+                if failure.status == UNAUTHENTICATED:
+                    link.forget_key()
                 return Received(None, failure, started_at)
             if kind != _EXPECTED[operation]:
                 raise ApiUnavailable(f"the answer to {operation} is one to something else")

@@ -100,7 +100,11 @@ def by_both(
 
 
 def on_a_stranger(
-    methods: dict[str, Any], main: Callable[[Any], Coroutine[Any, Any, None]], kind: type[GrpcApi] = GrpcApi
+    methods: dict[str, Any],
+    main: Callable[[Any], Coroutine[Any, Any, None]],
+    kind: type[GrpcApi] = GrpcApi,
+    *,
+    api_key: Callable[[], str] = lambda: KEY,
 ) -> None:
     """Against a server of these methods of QueueService, whose messages are bytes."""
 
@@ -110,7 +114,7 @@ def on_a_stranger(
         server.add_generic_rpc_handlers((handlers,))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
+        settings: dict[str, Any] = {"api_key": api_key, "worker_id": "w", "events": Events()}
         try:
             async with kind(address=f"127.0.0.1:{port}", **settings) as api:
                 await main(api)
@@ -496,6 +500,28 @@ def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServ
         await asyncio.gather(*stuck, return_exceptions=True)
 
     through_faults(server, main, GrpcProcessApi)
+
+
+def test_after_a_refused_key_the_next_request_brings_the_new_one(queue_name: str) -> None:
+    """The service would end such a stream; one that does not must not be asked with the old key for ever."""
+    keys = [KEY]
+
+    async def picky(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        is_new = ("x-api-key", "sp_test_the_rotated_one") in context.invocation_metadata()
+        async for _ in requests:
+            error = pb.ErrorResponse(code="NO_JOBS" if is_new else "UNAUTHENTICATED", message="as it is")
+            yield pb.ProcessResponse(error=error).SerializeToString()
+
+    async def main(api: GrpcProcessApi) -> None:
+        for answer in await asyncio.gather(*(claimed(api, queue_name) for _ in range(3)), return_exceptions=True):
+            assert isinstance(answer, CredentialsRefused)
+        with pytest.raises(CredentialsRefused):
+            await claimed(api, queue_name)
+        keys[:] = ["sp_test_the_rotated_one"]
+        assert await claimed(api, queue_name) == ()
+
+    methods: dict[str, Any] = {"ProcessJobs": grpc.stream_stream_rpc_method_handler(picky)}
+    on_a_stranger(methods, main, GrpcProcessApi, api_key=lambda: keys[0])
 
 
 def test_where_many_requests_wait_another_stream_is_opened(queue_name: str) -> None:
