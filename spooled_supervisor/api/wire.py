@@ -77,7 +77,7 @@ class DirectWire:
         self._eyeballs_s = None if _is_address(host) else HAPPY_EYEBALLS_S
         self._idle: list[_Connection] = []  # the longest idle first
         self._busy: set[_Connection] = set()
-        self._buffer = bytearray(READ_BYTES)
+        self._buffer = memoryview(bytearray(READ_BYTES))
 
     async def send(self, target: str, headers: bytes, body: bytes, most_bytes: int) -> Reply:
         connection = self._take_idle()
@@ -138,10 +138,11 @@ class _Connection(asyncio.BufferedProtocol):
     """One connection. `ask` sends a request and waits; the answer is taken apart as its bytes arrive.
 
     All connections receive into one `buffer`, as nothing stays in it: asyncio's own, which it makes anew for every
-    read, is so large that it is mapped and given back each time. That took 12 of the 130 us of a request.
+    read, is so large that it is mapped and given back each time. That took 12 of the 130 us of a request. It is a view:
+    asyncio's TLS writes record after record into slices of it, and a slice of a bytearray would be a copy.
     """
 
-    def __init__(self, buffer: bytearray) -> None:
+    def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Reply] | None = None
@@ -182,7 +183,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport = transport
         self._is_open = True
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -192,7 +193,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._is_open = False
             return
         try:
-            reply = self._parser.feed(self._buffer[:nbytes])
+            reply = self._parser.feed(bytes(self._buffer[:nbytes]))
         except WireError as error:
             self._fail(error)
         else:

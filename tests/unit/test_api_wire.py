@@ -802,6 +802,26 @@ def test_over_tls_a_hundred_calls_at_once_get_their_own_answers(certificate: tup
     run(main)
 
 
+def test_over_tls_answers_of_many_records_are_whole(certificate: tuple[Path, Path]) -> None:
+    """asyncio's TLS writes what it has decrypted record by record into slices of our buffer."""
+
+    async def main() -> None:
+        bodies = [(b"%d," % n) * 20_000 for n in range(3)]
+
+        async def serve(line: Line) -> None:
+            for body in bodies:
+                await line.request()
+                head, _, rest = sized(body).partition(b"\r\n\r\n")
+                for record in (head + b"\r\n\r\n", rest[:100], rest[100:]):
+                    await line.say(record)
+
+        async with service(serve, tls=serving(certificate), trust=trusting(certificate)) as (_, direct):
+            for body in bodies:
+                assert (await send(direct)).body == body
+
+    run(main)
+
+
 def test_over_tls_an_answer_up_to_the_end_of_the_connection_is_read(certificate: tuple[Path, Path]) -> None:
     async def main() -> None:
         serve = answering(b"HTTP/1.1 200 OK\r\n\r\nall of it")
