@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from enum import Enum, auto
 
 from spooled_supervisor.rates import LineRate
 
@@ -19,6 +20,14 @@ TAIL_BYTES = 4096
 FLOOD_BYTES = 1 << 20
 """Read at most this much per FLOOD_PAUSE_S; what prints faster than that waits in its pipe."""
 FLOOD_PAUSE_S = 0.1
+
+
+class Found(Enum):
+    """What a read has found."""
+
+    SOME = auto()
+    NOTHING = auto()  # at the moment
+    END = auto()  # everybody who could print has closed it
 
 
 class OutputPipe:
@@ -49,7 +58,7 @@ class OutputPipe:
     def drain(self) -> None:
         """Read what is there now, a flood's worth at the most, and end an unfinished line."""
         for _ in range(FLOOD_BYTES // READ_BYTES):
-            if not self._read():
+            if self._read() is not Found.SOME:
                 break
         if self._partial:
             line, self._partial = self._partial, b""
@@ -69,8 +78,8 @@ class OutputPipe:
         self._fd = -1
 
     def _on_readable(self) -> None:
-        if not self._read():
-            self._loop.remove_reader(self._fd)  # the end: everybody who could print has closed it
+        if self._read() is Found.END:
+            self._loop.remove_reader(self._fd)
         elif self._read_since_pause >= FLOOD_BYTES:
             self._loop.remove_reader(self._fd)
             self._pause_ends = self._loop.call_later(FLOOD_PAUSE_S, self._resume)
@@ -82,16 +91,17 @@ class OutputPipe:
             self._on_dropped(dropped)
         self._loop.add_reader(self._fd, self._on_readable)
 
-    def _read(self) -> bool:
-        """One read; False when there is nothing (more)."""
+    def _read(self) -> Found:
+        """One read. Nothing is there also when `drain` was quicker, after the loop had seen that there is something."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
-            return False
+            return Found.NOTHING
+        if not data:
+            return Found.END
         self._read_since_pause += len(data)
-        if data:
-            self._take(data)
-        return bool(data)
+        self._take(data)
+        return Found.SOME
 
     def _take(self, data: bytes) -> None:
         *lines, partial = (self._partial + data).split(b"\n")

@@ -117,6 +117,36 @@ def test_any_split_of_what_is_printed_gives_the_same_lines_and_nothing_is_lost(d
         assert "".join(whole.lines) == data.decode().replace("\n", "").replace("\r", "")
 
 
+def test_who_was_drained_after_the_loop_had_seen_output_is_still_listened_to() -> None:
+    """Of two descriptors that are readable in the same turn of the loop, the report's handler drains the output."""
+
+    async def story(printer: Printer) -> None:
+        loop = asyncio.get_running_loop()
+        report, report_end = os.pipe()
+
+        def on_report() -> None:
+            os.read(report, 10)
+            printer.pipe.begin()
+
+        loop.add_reader(report, on_report)
+        try:
+            for number in range(3):
+                os.write(report_end, b"answer")
+                printer.print(b"line %d\n" % number)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            printer.print(b"of the next job\n")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert printer.lines[-1] == "of the next job"
+        finally:
+            loop.remove_reader(report)
+            os.close(report)
+            os.close(report_end)
+
+    assert tell(story).lines == ["line 0", "line 1", "line 2", "of the next job"]
+
+
 # --- the tail ---------------------------------------------------------------------------------------------------------
 
 
