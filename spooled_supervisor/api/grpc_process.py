@@ -27,7 +27,7 @@ from spooled_supervisor import timing
 from spooled_supervisor.api import grpc_answers, messages
 from spooled_supervisor.api.grpc import NO_MESSAGE, GrpcApi, JobReader, Received, claim_of
 from spooled_supervisor.api.values import Claim, Settled, UnreadableJob
-from spooled_supervisor.errors import ApiUnavailable
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job
 from spooled_supervisor.proto import spooled_pb2 as pb
@@ -130,7 +130,7 @@ class ProcessLink:
             error = ApiUnavailable(str(broken))
         finally:
             if self._call is call:
-                self._break(error)
+                self._break(_of_all(error))
 
     def _break(self, error: Exception) -> None:
         call, self._call = self._call, None
@@ -147,6 +147,13 @@ class ProcessLink:
         for task in self._tasks:
             if task is not current:
                 task.cancel()
+
+
+def _of_all(error: Exception) -> Exception:
+    """What a stream's end means for each request that waits: it says nothing of any single one, as that of a job or of
+    its result, unless it is the key that is refused."""
+    is_of_one = isinstance(error, ApiRefused) and not isinstance(error, CredentialsRefused)
+    return ApiUnavailable(str(error)) if is_of_one else error
 
 
 async def _error_of(call: Any) -> grpc.aio.AioRpcError:

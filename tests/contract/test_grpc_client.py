@@ -524,6 +524,27 @@ def test_after_a_refused_key_the_next_request_brings_the_new_one(queue_name: str
     on_a_stranger(methods, main, GrpcProcessApi, api_key=lambda: keys[0])
 
 
+@pytest.mark.parametrize("code", ["PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT"])
+def test_what_ends_a_stream_is_no_word_about_the_results_that_wait_on_it(queue_name: str, code: str) -> None:
+    """A result that is refused would be replaced by a failure; this one is sent again, by itself."""
+
+    async def ends(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            await context.abort(grpc.StatusCode[code], "More than 100 streams: limit reached")
+        yield b""
+
+    async def main(api: GrpcProcessApi) -> None:
+        job = Job("x", queue_name, "l", b"", 0, 0, 1.0, 30.0, 0.0)
+        for report in (
+            api.complete(job, b"{}", tries_before=0, deadline=soon()),
+            api.fail(job, "no", retryable=True, tries_before=0, deadline=soon()),
+        ):
+            with pytest.raises(ApiUnavailable):
+                await report
+
+    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(ends)}, main, GrpcProcessApi)
+
+
 def test_where_many_requests_wait_another_stream_is_opened(queue_name: str) -> None:
     """The server works on the requests of one stream one after the other."""
     streams: list[object] = []
