@@ -99,7 +99,7 @@ def plan(
     """
     overdue = [_end(child) for child in children if child.deadline is not None and at >= child.deadline]
     starts = list(_starts(at, slots)) if may_start else []
-    return [*overdue, *starts, *_gifts(slots, waiting, caps)]
+    return [*overdue, *starts, *_gifts(slots, waiting, caps, may_start)]
 
 
 def _starts(at: float, slots: Sequence[Slot]) -> Iterator[Start]:
@@ -142,7 +142,10 @@ def _end(child: ChildLink) -> Action:
             return Kill(child, "exit")
 
 
-def _gifts(slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int]) -> Iterator[Give | Retire]:
+def _gifts(
+    slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int], may_start: bool
+) -> Iterator[Give | Retire]:
+    fresh_soon = sum(map(_gets_fresh_child, slots))
     idle = [child for slot in slots if (child := slot.idle_child) is not None]
     busy: dict[str, int] = {}
     if caps:
@@ -158,8 +161,18 @@ def _gifts(slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int
             continue
         child = idle[0] if not run.is_isolated else next((child for child in idle if not child.jobs_done), None)
         if child is None:  # it must not share a child with other jobs, and none is fresh
-            yield Retire(idle.pop(0), ISOLATION)
+            if fresh_soon:
+                fresh_soon -= 1
+            elif may_start:
+                yield Retire(idle.pop(0), ISOLATION)
             continue
         idle.remove(child)
         busy[queue] = busy.get(queue, 0) + 1
         yield Give(child, run)
+
+
+def _gets_fresh_child(slot: Slot) -> bool:
+    """Whether a child that has run no job is on its way to this slot."""
+    return (
+        slot.is_forking or slot.successor is not None or slot.child is None or slot.child.state is ChildState.STARTING
+    )

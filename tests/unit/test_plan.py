@@ -153,7 +153,25 @@ def test_without_a_fresh_child_an_old_one_makes_room_and_the_others_work_on() ->
     alone, other = runs_of("a", "b")
     alone.is_isolated = True
     one, two = used(make_child(0), 3), used(make_child(1), 1)
-    assert planned(slots=slots_of(one, two), waiting=[alone, other]) == [Retire(one, ISOLATION), Give(two, other)]
+    slots = slots_of(one, two)
+    assert planned(slots=slots, waiting=[alone, other], may_start=True) == [Retire(one, ISOLATION), Give(two, other)]
+    assert planned(slots=slots, waiting=[alone, other]) == [Give(one, other)], "nobody would take its place"
+
+
+def test_one_isolated_run_costs_one_child_and_not_one_in_each_turn() -> None:
+    """The fresh one takes its time to start."""
+    alone, too = runs_of("a", "b")
+    alone.is_isolated = too.is_isolated = True
+    old = used(make_child(0), 3)
+    for coming in (
+        Slot(1, None, not_before=INF),
+        Slot(1, None, is_forking=True),
+        Slot(1, make_child(1, state=ChildState.STARTING)),
+        Slot(1, used(make_child(1), 3), successor=make_child(2, state=ChildState.STARTING)),
+    ):
+        slots = [Slot(0, old), coming]
+        assert planned(slots=slots, waiting=[alone], may_start=True) == []
+        assert planned(slots=slots, waiting=[alone, too], may_start=True) == [Retire(old, ISOLATION)]
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
