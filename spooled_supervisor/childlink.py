@@ -111,7 +111,7 @@ class ChildLink:
             born.output_fd, lambda line: on_line(self, line), lambda dropped: on_dropped(self, dropped)
         )
         self._loop.add_reader(born.pidfd, on_exit, self)
-        self._loop.add_reader(born.reports_fd, self._on_readable)
+        self._loop.add_reader(born.reports_fd, self.look)
 
     def __repr__(self) -> str:
         return f"<child {self.slot}/{self.generation} pid {self.pid} {self.state.name}>"
@@ -189,10 +189,10 @@ class ChildLink:
     def listen(self) -> None:
         """Be woken by its reports again."""
         if self._reads:
-            self._loop.add_reader(self._born.reports_fd, self._on_readable)
+            self._loop.add_reader(self._born.reports_fd, self.look)
 
-    def _on_readable(self) -> None:
-        """One read, so that no child can keep the loop from the others."""
+    def look(self) -> None:
+        """Take what it has said; one read, so that no child can keep the loop from the others."""
         if self._read_once() is None:
             self._stop_reading()
             self._on_broken(self, "it closed its report pipe", False)

@@ -336,6 +336,8 @@ class Pool:
 
     def _on_timer(self) -> None:
         self._timer = None
+        for child in tuple(self._resting):  # after a stop of ours their time may seem to be over
+            child.look()
         self.turn()
 
     def _start(self, slot: Slot) -> None:
@@ -544,7 +546,9 @@ class Pool:
         if run.started_at is not None:
             raise ProtocolError("it started a run twice")
         run.started_at = run.believable_start(at, now())
-        if child.state is ChildState.BUSY:
+        # Told to stop by a drain before we knew of its start: its own limit counts all the same.
+        is_only_asked = child.state is ChildState.ABORTING and run.abort_reason == "shutdown"
+        if child.state is ChildState.BUSY or is_only_asked:
             child.deadline = run.started_at + run.timeout_s
             self._arm(child.deadline)
         job = run.job

@@ -336,6 +336,23 @@ def test_result_that_the_service_does_not_take_during_a_drain_is_delivered_when_
         assert stub.completed == {"job-1": b'"spun"'}
 
 
+def test_a_job_whose_start_nobody_knew_of_when_the_drain_began_has_its_own_limit(site: Site) -> None:
+    """It is told to stop before its child has said that it runs."""
+    options = ["--procs", "1", "--shutdown-timeout", "25s", "--abort-grace", "0.3s"]
+    with site.worker(options=options) as worker:
+        (child,) = worker.wait_until_running().children()
+        os.kill(child, signal.SIGSTOP)
+        job_id = site.add("spin", seconds=60.0, fields={"timeout_seconds": 1})
+        worker.wait_for_children("busy", 1)
+        worker.signal(signal.SIGTERM)
+        worker.wait_for_event("phase_changed", phase="draining")
+        began = time.monotonic()
+        os.kill(child, signal.SIGCONT)
+        assert worker.wait() == 0
+        assert time.monotonic() - began < 10.0
+        assert site.end(job_id)["last_error"].startswith("timed out: the job ran longer than its limit of 1 s")
+
+
 # --- signals to more than the supervisor ---------------------------------------------------------------------------
 
 
