@@ -254,9 +254,11 @@ class Child:
             self._unsent.append(data)
             while self._unsent:
                 self._sending = True
-                # Nothing, if an interruption just before the line above has written it all.
-                self._write_all(self._unsent.pop(0) if self._unsent else b"")
-                self._sending = False  # before the list is looked at again: an interruption now writes by itself
+                try:
+                    # Nothing, if an interruption just before the line above has written it all.
+                    self._write_all(self._unsent.pop(0) if self._unsent else b"")
+                finally:  # also when a signal handler of the job's raises: half a frame is noticed, silence is not
+                    self._sending = False  # before the list is looked at again: an interruption now writes by itself
 
     def _write_all(self, data: bytes) -> None:
         view = memoryview(data)

@@ -643,6 +643,22 @@ def test_an_interruption_between_any_two_bytecodes_of_send_breaks_no_frame_and_l
     assert not supervisor.child._unsent
 
 
+def test_a_signal_handler_of_the_jobs_that_raises_inside_a_send_does_not_mute_the_child(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = make()
+
+    def interrupted(_data: bytes) -> None:
+        raise TimeoutError("its alarm")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(supervisor.child, "_write_all", interrupted)
+        with pytest.raises(TimeoutError):
+            supervisor.child.send(frames.Progress(1, 50.0, "lost"))
+    supervisor.child.send(frames.Progress(1, 60.0, "b"))
+    assert supervisor.heard() == [frames.Progress(1, 60.0, "b")]
+
+
 def test_two_interruptions_of_one_send_break_no_frame_and_lose_none(make: Make) -> None:
     supervisor = make()
     a, b, c = frames.Started(1, 0.5), frames.Progress(1, 50.0, "b"), frames.Progress(1, 60.0, "c")
