@@ -204,16 +204,13 @@ class ForkServer:
         request = self._next_request
         self._next_request += 1
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            jobs_in, jobs_out = os.pipe2(os.O_CLOEXEC)
-            reports_in, reports_out = os.pipe2(os.O_CLOEXEC)
-            output_in, output_out = os.pipe2(os.O_CLOEXEC)
+            jobs_in, jobs_out = _pipe(reader=theirs, writer=ours)
+            reports_in, reports_out = _pipe(reader=ours, writer=theirs)
+            output_in, output_out = _pipe(reader=ours, writer=theirs)
             stack = _sealed_memory()
-            for fd in (jobs_in, reports_out, output_out):
-                theirs.callback(os.close, fd)
-            for fd in (jobs_out, reports_in, output_in, stack):
-                if fd != stack:
-                    os.set_blocking(fd, False)
-                ours.callback(os.close, fd)
+            ours.callback(os.close, stack)
+            for fd in (jobs_out, reports_in, output_in):
+                os.set_blocking(fd, False)
             answer = asyncio.get_running_loop().create_future()
             self._waiting[request] = answer
             try:
@@ -522,9 +519,21 @@ def _is_readable(sock: socket.socket) -> bool:
     return bool(select.select([sock], [], [], 0)[0])
 
 
+def _pipe(*, reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed with these: from the start, as the next one may be a descriptor too many."""
+    ends = os.pipe2(os.O_CLOEXEC)
+    for fd, owner in zip(ends, (reader, writer), strict=True):
+        owner.callback(os.close, fd)
+    return ends
+
+
 def _sealed_memory() -> int:
     """A memory file of fixed size for the child's stack dumps: no child can grow it, or cut it while we read."""
     fd = os.memfd_create("stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, STACK_BYTES)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    try:
+        os.ftruncate(fd, STACK_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
