@@ -25,9 +25,9 @@ class ApiKey:
             self._looked_at = now()
             stamp = self._look()
             if stamp != self._stamp and stamp is not None:
-                self._stamp = stamp
                 with contextlib.suppress(OSError, UnicodeDecodeError):
                     self._key = self._file.read_text("ascii").strip() or self._key
+                    self._stamp = stamp  # not before: one that cannot be read yet is looked at again
         return self._key
 
     def _look(self) -> tuple[int, int, int] | None:

@@ -111,7 +111,7 @@ class Registration:
 
     async def _register(self) -> float:
         """One try; seconds until the next thing to do."""
-        worker = self._worker
+        worker, told = self._worker, (self._queue_names, self._max_concurrency)
         try:
             registration = await self._api.register(
                 queue_names=self._queue_names,
@@ -125,7 +125,7 @@ class Registration:
         except (ApiUnavailable, ApiRefused) as error:
             return self._failed("register", error)
         self._worked("register")
-        self.is_registered = True
+        self.is_registered = told == (self._queue_names, self._max_concurrency)  # else we are others by now
         self._adopt_interval(registration.heartbeat_interval_s)
         self._events.emit(WorkerRegistered(registration.worker_id, self._queue_names[0], self._interval_s))
         return 0.0

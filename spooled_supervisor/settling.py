@@ -126,7 +126,8 @@ class Settler:
                 retryable = not isinstance(outcome, Failed) or outcome.retryable
                 report.outcome, report.is_plain = Failed(plain, retryable=retryable), True
                 return 0.0
-        self._leases.dropped(lease)
+        if lease.is_live:
+            self._leases.dropped(lease)
         self._drop(lease, report, str(refused))
         return None
 

@@ -89,3 +89,19 @@ def test_the_file_is_not_looked_at_for_every_request(clock: FakeClock, file: Pat
     file.write_text("second\n")
     clock.advance(LOOK_AGAIN_S / 2)
     assert [key(), key()] == ["first", "first"]
+
+
+def test_a_file_that_cannot_be_read_yet_is_looked_at_again(
+    file: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved into place first and given to us afterwards: its content, its time and its size do not change by that."""
+    key = a_key(file)
+    file.write_text("the second\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", _denied)
+        assert later(key, clock) == "first"
+    assert later(key, clock) == "the second"
+
+
+def _denied(*_: object) -> str:
+    raise PermissionError

@@ -107,6 +107,17 @@ def test_a_worker_registers_once_and_then_beats(worker: Worker) -> None:
     assert all(9.5 - 1e-6 <= gap <= 10.5 + 1e-6 for gap in gaps(worker.at("heartbeat")))
 
 
+def test_what_changes_while_a_registration_is_on_its_way_is_told_by_another_one(worker: Worker) -> None:
+    def changed_meanwhile(**_: object) -> Registered:
+        worker.registration.describe(max_concurrency=9)
+        return Registered("worker-1", 10.0)
+
+    worker.api.script("register", changed_meanwhile, Registered("worker-1", 10.0))
+    worker.run(5.0)
+    assert [call.kwargs["max_concurrency"] for call in worker.api.of("register")] == [8, 9]
+    assert worker.registration.is_registered
+
+
 def test_a_fleet_that_starts_together_does_not_register_together(monkeypatch: pytest.MonkeyPatch) -> None:
     first = set()
     for _ in range(10):
