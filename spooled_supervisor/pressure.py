@@ -17,7 +17,7 @@ LOOK_INTERVAL_S = 1.0
 
 
 class Pressure:
-    """Asked before every claim; None as a limit means that it is not looked at."""
+    """Asked before the first claim and with every tick; None as a limit means that it is not looked at."""
 
     def __init__(
         self,

@@ -417,6 +417,7 @@ class Supervisor:
         await self._until(lambda: self._pool.usable > 0 or self._wanted > Phase.RUNNING)
         if self._wanted > Phase.RUNNING:
             return
+        self._look_at_pressure(now())  # before the first claim, too
         self._enter(Phase.RUNNING, "the first child is ready")
         config = self._config
         names = tuple(queue.name for queue in self._queues)
