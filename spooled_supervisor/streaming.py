@@ -163,7 +163,7 @@ class Streamer(Claimer):
         )
         self._surplus_since = min(self._surplus_since, at) if missing < 0 else float("inf")
         if missing < 0:
-            is_sick = queue.breaker.is_open or self._pool.backed_off
+            is_sick = queue.breaker.is_open or self._pool.backed_off >= len(self._pool.slots)
             if is_sick or at - self._surplus_since >= SURPLUS_S:
                 self._close(*[stream for stream in self._tasks if stream.stage is Stage.OPEN][missing:])
         elif at >= queue.next_at and self._gate.wait_for_claim(at) == 0:

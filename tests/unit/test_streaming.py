@@ -352,6 +352,18 @@ def test_without_a_child_that_starts_no_stream_is_open(clock: FakeClock) -> None
     assert seen == [0]
 
 
+def test_a_slot_that_waits_before_it_tries_again_keeps_its_stream_for_a_while(clock: FakeClock) -> None:
+    """What is closed at once may lose a job, and most children start at the second try."""
+    desk, seen = Desk(clock, idle=2), list[int]()
+
+    def one_fails() -> None:
+        desk.pool.idle, desk.pool.backed_off = 1, 1
+        desk.streamer.wake()
+
+    desk.run(12.0, (2.0, one_fails), (4.0, looked(desk, seen)), (10.0, looked(desk, seen)))
+    assert seen == [2, 1]
+
+
 def test_with_fewer_slots_those_streams_are_closed_whose_job_runs(clock: FakeClock) -> None:
     desk, seen = Desk(clock, idle=3), list[int]()
 
