@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spooled_supervisor.api.events import OPERATION as STREAM_OPERATION
 from spooled_supervisor.api.gate import RateGate
 from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import Claim
@@ -258,8 +259,13 @@ class Claimer:
         if failed.will_retry:
             self.hint(failed.queue_name, self._config.poll_interval_s)
 
-    def _on_recovered(self, _: ApiRecovered) -> None:
-        """The service answers again. Who only waits because it did not, waits no longer; spread, as for a fleet."""
+    def _on_recovered(self, recovered: ApiRecovered) -> None:
+        """The service answers again. Who only waits because it did not, waits no longer; spread, as for a fleet.
+
+        Not so the event stream alone: it may come and go while no claim is answered.
+        """
+        if recovered.operation == STREAM_OPERATION:
+            return
         for queue in self.queues.values():
             if queue.is_put_off_by_guess:
                 queue.is_put_off_by_guess = False

@@ -16,7 +16,7 @@ import msgspec
 
 from spooled_supervisor.api.httpx_wire import open_lines
 from spooled_supervisor.api.wire import WireError
-from spooled_supervisor.timing import Backoff, jittered
+from spooled_supervisor.timing import Backoff, jittered, now
 from spooled_supervisor.troubles import Troubles
 
 PATH = "/events?events=job.created,job.status"
@@ -67,9 +67,11 @@ class JobEvents:
         """Listen for ever; connects again, with a back-off."""
         backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
         while True:
+            began_at = now()
             try:
                 async for line in self._lines():
-                    backoff.reset()
+                    if now() - began_at >= RETRY_CAP_S:  # one that is cut at once is not asked for without pause
+                        backoff.reset()
                     self._take(line)
                 reason, delay = "the stream ended", backoff.next_delay()
             except WireError as error:

@@ -62,14 +62,17 @@ async def open_lines(
 ) -> AsyncIterator[AsyncIterator[str]]:
     """`GET url`: the lines of an endless text/event-stream. Raises WireError, also for any other kind of answer.
 
-    A client of its own: one connection that lives for long. The caller's time limits count.
+    A client of its own: one connection that lives for long. The caller's time limits count. The proxy is found as for
+    all else that we send: httpx would read every variable about proxies, and raise for one that it cannot read.
     """
+    limits = httpx.Timeout(None, connect=CONNECT_LIMIT_S)
     try:
         trust = _trust(httpx.URL(url).scheme, ca_file) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        async with (
-            httpx.AsyncClient(verify=trust, timeout=httpx.Timeout(None, connect=CONNECT_LIMIT_S)) as client,
-            client.stream("GET", url, headers=headers) as response,
-        ):
+        lone_client = httpx.AsyncClient(verify=trust, timeout=limits, trust_env=False, proxy=proxy_for(url))
+    except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
+        raise WireError(f"{type(error).__name__}: {error}") from error
+    try:
+        async with lone_client as client, client.stream("GET", url, headers=headers) as response:
             kind = response.headers.get("content-type", "")
             if response.status_code != 200 or not kind.startswith("text/event-stream"):
                 raise WireError(f"HTTP {response.status_code} {kind}, no event stream", status=response.status_code)

@@ -126,7 +126,7 @@ def listen(monkeypatch: pytest.MonkeyPatch) -> Listen:
     """Play these scripts to a listener for so many seconds."""
 
     def run(*scripts: list[Any], seconds: float = 1.0, prepare: Callable[[Ear], object] = id) -> tuple[Ear, Stream]:
-        clock = fake_time(monkeypatch)
+        clock = fake_time(monkeypatch, module)
         stream = Stream(clock)
         stream.scripts = list(scripts)
         monkeypatch.setattr(module, "open_lines", stream.open_lines)
@@ -283,9 +283,16 @@ def test_a_service_without_the_stream_or_without_room_for_it_is_asked_seldom(lis
 
 def test_a_back_off_is_forgotten_when_it_works_again(listen: Listen) -> None:
     down = WireError("no connection")
-    _, stream = listen(*[[down]] * 6, [": connected", 1.0, down], [SILENT], seconds=200.0)
+    lives = [": connected", 30.0, ": ping", 30.0, ": ping", down]
+    _, stream = listen(*[[down]] * 6, lives, [SILENT], seconds=300.0)
     assert stream.gaps[5] > RETRY_FIRST_S
-    assert stream.gaps[6] <= 1.0 + RETRY_FIRST_S + 1e-6
+    assert stream.gaps[6] <= 60.0 + RETRY_FIRST_S + 1e-6
+
+
+def test_a_stream_that_is_cut_after_its_first_line_is_tried_slower_and_slower(listen: Listen) -> None:
+    _, stream = listen([": connected", WireError("cut")], seconds=1000.0)
+    assert stream.gaps[0] <= RETRY_FIRST_S + 1e-6
+    assert stream.gaps[-1] >= RETRY_CAP_S / 2
 
 
 def test_a_key_that_was_rotated_is_used_for_the_next_connection(listen: Listen) -> None:
@@ -443,6 +450,31 @@ def test_a_ca_file_that_was_lost_meanwhile_costs_the_stream_and_not_the_daemon(
     assert set(ear.ups) == {False}
     assert count == 0
     assert ssl.SSLError.__name__ in ear.recorded.of(ApiTroubled)[0].reason or text is None
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"no_proxy": "fd00::/8"},
+        {"no_proxy": "localhost,[::1]"},
+        {"all_proxy": "socks5://127.0.0.1:1", "no_proxy": "127.0.0.1"},
+        {"https_proxy": "socks://127.0.0.1:1"},
+    ],
+    ids=lambda variables: " ".join(variables.values()),
+)
+def test_variables_about_other_proxies_cost_nothing(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """What httpx makes of them all, for whatever address, would end the daemon."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ear, _ = heard(HEAD + EVENT, until=lambda ear: ear.jobs, monkeypatch=monkeypatch)
+    assert ear.jobs[:1] == ["emails"]
+
+
+def test_a_proxy_that_cannot_be_used_costs_the_stream_and_not_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    ear, count = heard(b"", until=lambda ear: len(ear.ups) >= 2, monkeypatch=monkeypatch)
+    assert (set(ear.ups), count) == ({False}, 0)
 
 
 def test_it_ends_at_once_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
