@@ -30,7 +30,7 @@ from spooled_supervisor.api import answers, grpc_answers, messages
 from spooled_supervisor.api.answers import Answer, Reading
 from spooled_supervisor.api.claims import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from spooled_supervisor.api.values import Claim, HeartbeatAnswer, NotCarried, Registration, Settled, UnreadableJob
-from spooled_supervisor.errors import ApiUnavailable, ConfigError, ProtocolError
+from spooled_supervisor.errors import ApiUnavailable, ConfigError, LeaseLost, ProtocolError
 from spooled_supervisor.events import ApiRequestFinished, Events
 from spooled_supervisor.job import Job, clip_error
 from spooled_supervisor.proto import spooled_pb2 as pb
@@ -207,7 +207,9 @@ class GrpcApi:
             lease_id=job.lease_id or "",
         )
         received = await self._call("renew", "QueueService/RenewLease", request, deadline)
-        self.read_done("renew", received, job_id=job.id)
+        answer = self.read_done("renew", received, job_id=job.id)
+        if not answer.success:  # an older service's word for a lease that it does not find
+            raise LeaseLost(job.id, "the service did not renew it")
         return received.started_at
 
     async def progress(self, job: Job, percent: float, message: str | None, *, timeout_s: float) -> bool:

@@ -524,6 +524,17 @@ def test_after_a_refused_key_the_next_request_brings_the_new_one(queue_name: str
     on_a_stranger(methods, main, GrpcProcessApi, api_key=lambda: keys[0])
 
 
+def test_a_renewal_that_older_services_answer_with_no_success_is_a_lost_lease(queue_name: str) -> None:
+    async def renew(request: bytes, context: Any) -> bytes:
+        return b""  # RenewLeaseResponse(success=False)
+
+    async def main(api: GrpcApi) -> None:
+        with pytest.raises(LeaseLost, match="job x: lease lost: the service did not renew it"):
+            await api.renew(Job("x", queue_name, "l", b"", 0, 0, 1.0, 30.0, 0.0), deadline=soon())
+
+    on_a_stranger({"RenewLease": grpc.unary_unary_rpc_method_handler(renew)}, main)
+
+
 @pytest.mark.parametrize("code", ["PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT"])
 def test_what_ends_a_stream_is_no_word_about_the_results_that_wait_on_it(queue_name: str, code: str) -> None:
     """A result that is refused would be replaced by a failure; this one is sent again, by itself."""
