@@ -20,6 +20,8 @@ from spooled_supervisor.job import Job
 
 DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 300.0, 86400.0
 DEFAULT_MAX_RETRIES = 3
+MAX_COUNT = 2**31 - 1
+"""What gRPC has for it, and what a database takes."""
 
 T = TypeVar("T")
 _Word = Annotated[str, msgspec.Meta(min_length=1)]
@@ -75,8 +77,8 @@ class _Reader:
             queue_name=record.queue_name,
             lease_id=record.lease_id,
             payload=bytes(record.payload),  # a copy: the raw view would keep the whole answer in memory
-            retry_count=max(record.retry_count, 0),
-            max_retries=max(record.max_retries, 0),
+            retry_count=min(max(record.retry_count, 0), MAX_COUNT),
+            max_retries=min(max(record.max_retries, 0), MAX_COUNT),
             timeout_s=_timeout_s(record.timeout_seconds),
             lease_duration_s=self._lease_duration_s,
             requested_at=self._requested_at,
@@ -86,7 +88,9 @@ class _Reader:
         try:
             raws = _read_raw(body).jobs
         except MALFORMED as error:
-            raise ApiUnavailable(f"the answer to claim makes no sense ({error}): {excerpt(body)}") from None
+            raws = _scanned_records(body)
+            if not raws:
+                raise ApiUnavailable(f"the answer to claim makes no sense ({error}): {excerpt(body)}") from None
         found = [one for one in map(self._lenient, raws) if one is not None]
         if raws and not found:
             raise ApiUnavailable(f"the answer to claim lists {len(raws)} jobs, none with a usable id")
@@ -94,7 +98,7 @@ class _Reader:
 
     def _lenient(self, raw: Raw) -> Job | UnreadableJob | None:
         try:
-            fields = _Fields(_read_fields(raw))
+            fields = _Fields(_read_members(raw))
             job_id, lease_id = fields.word("id"), fields.word("lease_id")
         except MALFORMED:
             return None
@@ -113,6 +117,56 @@ class _Reader:
         if not fields.problems:
             return job
         return UnreadableJob(job, "the service's record of this job cannot be used: " + "; ".join(fields.problems))
+
+
+# A value that the decoder does not take (nested too deeply, half of a surrogate pair) makes it refuse all around it. So
+# what it refuses is split by its brackets and strings, without a look at the values.
+
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},]', re.DOTALL)
+_MEMBER = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+
+
+def _items(value: bytes) -> list[bytes]:
+    """What an array or an object has at its top level; of any depth, as this does not recurse."""
+    items, depth, start = [], 0, 0
+    for token in _TOKEN.finditer(value):
+        if token[0] in b"[{":
+            depth += 1
+            if depth == 1:
+                start = token.end()
+        elif token[0] in b"]}":
+            depth -= 1
+            if depth == 0:
+                items.append(value[start : token.start()])
+                break
+        elif token[0] == b"," and depth == 1:
+            items.append(value[start : token.start()])
+            start = token.end()
+    return [item.strip() for item in items if item.strip()]
+
+
+def _members(value: bytes) -> dict[str, Raw]:
+    """Of an object, what has a name."""
+    pairs = ((member, item) for item in _items(value) if (member := _MEMBER.match(item)) is not None)
+    return {msgspec.json.decode(member[1], type=str): Raw(item[member.end() :]) for member, item in pairs}
+
+
+def _scanned_records(body: bytes) -> list[Raw]:
+    try:
+        return [Raw(item) for item in _items(bytes(_members(body).get("jobs", b"")))]
+    except MALFORMED:
+        return []
+
+
+def _read_members(raw: Raw) -> dict[str, Raw]:
+    """Raises one of MALFORMED if it is no object."""
+    try:
+        return _read_fields(raw)
+    except MALFORMED:
+        members = _members(bytes(raw))
+        if not members:
+            raise
+        return members
 
 
 class _Fields:
@@ -165,7 +219,7 @@ class _Fields:
 
 
 def _timeout_s(value: float | None) -> float:
-    return min(float(value), MAX_TIMEOUT_S) if value is not None and value > 0 else DEFAULT_TIMEOUT_S
+    return float(min(value, MAX_TIMEOUT_S)) if value is not None and value > 0 else DEFAULT_TIMEOUT_S
 
 
 def _without_duplicates(found: list[Job | UnreadableJob] | list[Job]) -> Claim:

@@ -129,8 +129,9 @@ class DirectWire:
                 server_hostname=self._host if self._tls is not None else None,
                 happy_eyeballs_delay=self._eyeballs_s,
             )
-        except (OSError, ssl.CertificateError) as error:  # ssl.SSLError is an OSError
-            raise WireError(f"no connection: {error.strerror or error}") from error
+        except (OSError, ssl.CertificateError, UnicodeError) as error:  # ssl.SSLError is an OSError
+            # UnicodeError: a name that is none, as with a label of more than 63 characters (RFC 1035, 2.3.4).
+            raise WireError(f"no connection: {getattr(error, 'strerror', None) or error}") from error
         return connection
 
 

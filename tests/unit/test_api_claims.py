@@ -215,7 +215,6 @@ def test_bad_utf8_costs_its_own_job_only() -> None:
         b'{"jobs": 5}',
         b'{"jobs": [',
         b'{"jobs": []} trailing',
-        b'{"jobs": [{"id": NaN}]}',
         b"<html>sign in</html>",
         b"\x1f\x8b\x08",
         b'{"jobs": [' + b"[" * 100_000,
@@ -224,6 +223,41 @@ def test_bad_utf8_costs_its_own_job_only() -> None:
 def test_an_answer_without_sense(body: bytes) -> None:
     with pytest.raises(ApiUnavailable, match="makes no sense"):
         read_raw(body)
+
+
+def test_a_record_without_a_value_that_json_knows_has_no_id() -> None:
+    with pytest.raises(ApiUnavailable, match="lists 1 jobs, none with a usable id"):
+        read_raw(b'{"jobs": [{"id": NaN}]}')
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"[" * 5000 + b"]" * 5000, b'{"a": [' * 2000 + b"]}" * 2000, b'"\\ud800"', b'{"\\"}],[{": "\\ud800 ] } , \\" {"}'],
+    ids=["a deep array", "deep objects", "half a surrogate pair", "brackets in strings"],
+)
+def test_a_payload_that_the_decoder_refuses_costs_nobody_else(payload: bytes) -> None:
+    """The child decodes it, or fails the job."""
+    odd = json.dumps(RECORD | {"id": "odd", "payload": "HERE"}).encode().replace(b'"HERE"', payload)
+    good = json.dumps(RECORD | {"id": "good"}).encode()
+    claim = read_raw(b' { "more": [1, {"a": "]}"}], "jobs" : [' + good + b", " + odd + b" ,\n" + good + b"] } ")
+    assert [job.id for job in claim.jobs] == ["good", "odd"]
+    assert claim.jobs[1].payload == payload
+    assert claim.jobs[1].lease_id == RECORD["lease_id"]
+    assert not claim.unreadable
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"timeout_seconds": 10**400}, ("timeout_s", 86400.0)),
+        ({"retry_count": 2**63}, ("retry_count", 2**31 - 1)),
+        ({"max_retries": 10**30}, ("max_retries", 2**31 - 1)),
+    ],
+)
+def test_a_number_beyond_what_anybody_stores_is_cut(fields: dict[str, Any], found: tuple[str, float]) -> None:
+    """What is stored and computed with here has its limits, and would raise."""
+    (job,) = read(RECORD | fields).jobs
+    assert getattr(job, found[0]) == found[1]
 
 
 def test_no_payload_gets_into_the_reason() -> None:

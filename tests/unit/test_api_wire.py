@@ -598,10 +598,11 @@ def test_nobody_who_listens_is_a_wire_error() -> None:
         run(main)
 
 
-def test_a_name_that_nobody_knows_is_a_wire_error() -> None:
+@pytest.mark.parametrize("host", ["nowhere.invalid", "api..example.com", "a" * 64 + ".example.com"])
+def test_a_name_that_nobody_knows_is_a_wire_error(host: str) -> None:
     async def main() -> None:
         with pytest.raises(WireError, match="no connection: "):
-            await send(DirectWire("nowhere.invalid", 80, None))
+            await send(DirectWire(host, 80, None))
         await asyncio.get_running_loop().shutdown_default_executor()
 
     run(main)
