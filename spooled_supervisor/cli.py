@@ -99,6 +99,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from spooled_supervisor.telemetry import logs
     from spooled_supervisor.telemetry.systemd import Notifier
 
+    _make_room_for_descriptors(config.pool.procs)
     faulthandler.enable(2)  # the watchdog's SIGABRT leaves a traceback; by number, as sys.stderr may be None
     kernel.set_child_subreaper(True)
     notifier = Notifier.take(os.environ)
@@ -112,6 +113,17 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         code = runner.run(supervisor.run())
         log.close()
         os._exit(code)  # not through the runner's end: it would wait for a resolver's thread
+
+
+def _make_room_for_descriptors(procs: int) -> None:
+    """Each child takes five descriptors of ours; the usual limit of 1024 is enough for 190. It may be raised so far."""
+    import resource
+
+    wanted = 10 * procs + 512
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def check(argv: list[str], env: Mapping[str, str]) -> int:

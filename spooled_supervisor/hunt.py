@@ -89,8 +89,8 @@ class Hunt:
         for parent in queue:
             children = ask(parent)
             if not children.complete:
-                if parent == self._trunk and read_stat(parent) is None:
-                    return True  # the tree has no trunk any more, and so it is no tree
+                if parent == self._trunk and read_stat(parent) is None and read_stat(os.getpid()) is not None:
+                    return True  # the tree has no trunk any more, and so it is no tree (we are shown: we can look)
                 settled = False
             for pid in children.pids:
                 if pid in seen or pid in self._spare or self._hidden.get(pid) is _Hidden.REFUSED:

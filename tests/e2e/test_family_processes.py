@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -391,6 +392,25 @@ def test_sweep_touches_neither_known_children_nor_their_families(start: Callable
     assert (swept.killed, swept.reaped) == (2, 2)
     assert exits.look(dead.pidfd) == 0, "a known zombie keeps its status for its owner"
     assert not any(exits.is_over(pidfd) for pidfd in (quiet.pidfd, *quiet.below_fds))
+
+
+def test_a_sweep_that_cannot_look_does_not_say_that_nobody_is_left(start: Callable[..., Child]) -> None:
+    """Without a free descriptor no list can be read; who goes by it would try a job again beside its orphans."""
+    child = start("subprocesses")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(child.below_fds) + 20, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        swept = family.sweep((), kill=True)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert swept.left
+    assert exits.look(child.pidfd) is None
 
 
 def test_sweep_that_keeps_reaps_only_the_dead(start: Callable[..., Child]) -> None:
