@@ -373,12 +373,12 @@ def _find_api_key(
         places.append(("CREDENTIALS_DIRECTORY", credential))
     for where, path in places:
         try:
-            text = _read_key(path) if path else env.get("SPOOLED_API_KEY", "")
+            text = read_key(path) if path else env.get("SPOOLED_API_KEY", "")
         except OSError as error:
             problems.add(f"{where}: {path} cannot be read: {error.strerror}")
             return Secret(""), path
         if key := text.strip():
-            if len(key) > KEY_LIMIT_BYTES or not all("!" <= character <= "~" for character in key):
+            if not can_be_key(key):
                 problems.add(
                     f"{where}: what is there cannot be an API key: it holds a blank, a control character or one beyond "
                     f"ASCII, or more than {KEY_LIMIT_BYTES} characters"
@@ -392,7 +392,13 @@ def _find_api_key(
     return Secret(""), None
 
 
-def _read_key(path: Path) -> str:
+def can_be_key(text: str) -> bool:
+    """Whether it fits into a header of HTTP, and nothing else of the file is in it (a second line, say)."""
+    return 0 < len(text) <= KEY_LIMIT_BYTES and all("!" <= character <= "~" for character in text)
+
+
+def read_key(path: Path) -> str:
+    """What a key file holds, as far as a key could reach. Raises OSError."""
     with open(path, "rb") as file:
         return file.read(2 * KEY_LIMIT_BYTES).decode("ascii", errors="replace")
 

@@ -254,13 +254,13 @@ class Supervisor:
 
     def _make_api(self) -> RestApi | BothApi:
         config = self._config.api
-        return make_api(config, ApiKey(config), self._standing.worker_id, self._events)
+        return make_api(config, ApiKey(config, self._log.keep_secret), self._standing.worker_id, self._events)
 
     def _make_job_events(self) -> JobEvents:
         config = self._config.api
         return JobEvents(
             config.url,
-            ApiKey(config),
+            ApiKey(config, self._log.keep_secret),
             ca_file=config.ca_file,
             troubles=self._troubles,
             on_job=self._claimer.hint,
