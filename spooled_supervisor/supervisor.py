@@ -636,6 +636,7 @@ class Supervisor:
         was_told_no, self._was_told_no = self._was_told_no, False
         if was_told_no and self._may_claim():  # the outbox has room again, which nobody else tells the claimer
             self._claimer.wake()
+        self._notifier.repeat()
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is not None and at - self._pinged_at >= interval_s / 2:
             self._pinged_at = at
