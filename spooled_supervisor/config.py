@@ -188,7 +188,7 @@ def examine(
     is_tty: bool = False,
     parser: argparse.ArgumentParser | None = None,
 ) -> tuple[Config, Problems]:
-    """As `load`, but the problems are handed over: where there are any, what they are about is None or empty."""
+    """As `load`, but the problems are handed over: what they are about is None, empty, or what it is by default."""
     problems = Problems(env.get("SPOOLED_API_KEY", ""))
     sources = _Sources.read(read_flags(argv, parser or make_parser(), problems), env, problems)
     return _Draft(sources, env, problems).config(is_tty), problems
@@ -269,9 +269,13 @@ class _Draft:
             state_dir=state_dir,
             http_listen=value["http_listen"],
             control_socket=control_socket,
-            log=LogConfig(value["log_level"], value["log_format"] or ("text" if is_tty else "json")),
+            log=LogConfig(self._sound("log_level"), value["log_format"] or ("text" if is_tty else "json")),
             config_file=self._sources.config_file,
         )
+
+    def _sound(self, key: str) -> Any:
+        """The value, or the default where it was rejected: the app is imported all the same, to see what it is like."""
+        return default_of(key) if self._values[key] is None else self._values[key]
 
     def _queues(self) -> tuple[QueueConfig, ...]:
         """A table of the file tunes its queue also where flags or environment say which queues are served."""
@@ -313,14 +317,14 @@ class _Draft:
             procs=value["procs"] or min(cpus_available(), 1000),
             job_timeout_s=value["job_timeout"],
             abort_grace_s=value["abort_grace"],
-            boot_timeout_s=value["boot_timeout"],
+            boot_timeout_s=self._sound("boot_timeout"),
             max_jobs_per_child=value["max_jobs_per_child"],
             max_child_memory_bytes=value["max_child_memory"],
-            child_nice=value["child_nice"],
-            strict_preload=value["strict_preload"],
-            leftovers=value["leftovers"],
+            child_nice=self._sound("child_nice"),
+            strict_preload=self._sound("strict_preload"),
+            leftovers=self._sound("leftovers"),
             child_memory_limit_bytes=value["child_memory_limit"],
-            pin_cpus=value["pin_cpus"],
+            pin_cpus=self._sound("pin_cpus"),
         )
 
     def _check_renewal(self) -> None:
