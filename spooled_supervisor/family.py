@@ -49,8 +49,9 @@ OOM_SCORE_RAISE = 300
 class Swept:
     """`found` counts everybody once over any number of calls: killed now, or reaped without having been killed.
 
-    `left`: who still exists, as he is dying, not ours to kill (EPERM), to be kept, or because the time was up. Unless
-    it is 0, call again at the next tick; nobody promises another SIGCHLD. `names`: MAX_NAMES of the found.
+    `left`: who still exists, as he is dying, not ours to kill (EPERM), to be kept, or because the time was up; one more
+    where it could not be seen who does. Unless it is 0, call again at the next tick; nobody promises another SIGCHLD.
+    `names`: MAX_NAMES of the found.
     """
 
     found: int = 0
@@ -146,8 +147,14 @@ def sweep(known: Collection[int], *, kill: bool, ours: Callable[[Stat], bool] | 
     if kill:
         hunt.run()
     found = list(hunt.found)
-    reaped = left = 0
-    for pid in strangers(known):
+    children = look_around()(os.getpid())
+    reaped, left = (
+        0,
+        int(not children.complete),
+    )  # one that is not in the list may be there: no descriptor was free, say
+    for pid in children.pids:
+        if pid in known:
+            continue
         stat = read_stat(pid)
         if ours is not None and (stat is None or not ours(stat)):
             continue
