@@ -117,6 +117,9 @@ class Claimer:
         self.queues = {queue.name: known.get(queue.name) or ClaimedQueue(queue) for queue in queues}
         gone = [queue for name, queue in known.items() if name not in self.queues]
         self._leaving = [queue for queue in (*self._leaving, *gone) if queue.asked]
+        for queue in gone:
+            self._troubles.forget(f"claim {queue.name}")
+            self._troubles.forget(f"stream {queue.name}")
         self.wake()
 
     def wake(self) -> None:

@@ -129,7 +129,7 @@ def _make_room_for_descriptors(procs: int) -> None:
 def check(argv: list[str], env: Mapping[str, str]) -> int:
     """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing.
 
-    `--online` tries the key at the service as well.
+    `--online` tries the key at the service as well, if nothing is wrong with the options.
     """
     from spooled_supervisor import cgroups
     from spooled_supervisor import config as configuration
@@ -139,11 +139,11 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     parser = configuration.make_parser(prog="spooled-supervisor check", usage="%(prog)s [options]")
     parser.add_argument("--online", action="store_true", help="try the API key at the service, too")
     config, problems = configuration.examine(argv, env, parser=parser)
+    is_online = is_online and not problems
     for problem in app_problems(config) if config.app else []:
         problems.add(problem)
-    if is_online and config.api.url and config.api.key.reveal():
-        for problem in online_problems(config):
-            problems.add(problem)
+    for problem in online_problems(config) if is_online else []:
+        problems.add(problem)
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")

@@ -188,7 +188,7 @@ def examine(
     is_tty: bool = False,
     parser: argparse.ArgumentParser | None = None,
 ) -> tuple[Config, Problems]:
-    """As `load`, but the problems are handed over: where there are any, what they are about is None or empty."""
+    """As `load`, but the problems are handed over: what they are about is None, empty, or what it is by default."""
     problems = Problems(env.get("SPOOLED_API_KEY", ""))
     sources = _Sources.read(read_flags(argv, parser or make_parser(), problems), env, problems)
     return _Draft(sources, env, problems).config(is_tty), problems
@@ -269,9 +269,13 @@ class _Draft:
             state_dir=state_dir,
             http_listen=value["http_listen"],
             control_socket=control_socket,
-            log=LogConfig(value["log_level"], value["log_format"] or ("text" if is_tty else "json")),
+            log=LogConfig(self._sound("log_level"), value["log_format"] or ("text" if is_tty else "json")),
             config_file=self._sources.config_file,
         )
+
+    def _sound(self, key: str) -> Any:
+        """The value, or the default where it was rejected: the app is imported all the same, to see what it is like."""
+        return default_of(key) if self._values[key] is None else self._values[key]
 
     def _queues(self) -> tuple[QueueConfig, ...]:
         """A table of the file tunes its queue also where flags or environment say which queues are served."""
@@ -313,14 +317,14 @@ class _Draft:
             procs=value["procs"] or min(cpus_available(), 1000),
             job_timeout_s=value["job_timeout"],
             abort_grace_s=value["abort_grace"],
-            boot_timeout_s=value["boot_timeout"],
+            boot_timeout_s=self._sound("boot_timeout"),
             max_jobs_per_child=value["max_jobs_per_child"],
             max_child_memory_bytes=value["max_child_memory"],
-            child_nice=value["child_nice"],
-            strict_preload=value["strict_preload"],
-            leftovers=value["leftovers"],
+            child_nice=self._sound("child_nice"),
+            strict_preload=self._sound("strict_preload"),
+            leftovers=self._sound("leftovers"),
             child_memory_limit_bytes=value["child_memory_limit"],
-            pin_cpus=value["pin_cpus"],
+            pin_cpus=self._sound("pin_cpus"),
         )
 
     def _check_renewal(self) -> None:
@@ -373,12 +377,12 @@ def _find_api_key(
         places.append(("CREDENTIALS_DIRECTORY", credential))
     for where, path in places:
         try:
-            text = _read_key(path) if path else env.get("SPOOLED_API_KEY", "")
+            text = read_key(path) if path else env.get("SPOOLED_API_KEY", "")
         except OSError as error:
             problems.add(f"{where}: {path} cannot be read: {error.strerror}")
             return Secret(""), path
         if key := text.strip():
-            if len(key) > KEY_LIMIT_BYTES or not all("!" <= character <= "~" for character in key):
+            if not can_be_key(key):
                 problems.add(
                     f"{where}: what is there cannot be an API key: it holds a blank, a control character or one beyond "
                     f"ASCII, or more than {KEY_LIMIT_BYTES} characters"
@@ -392,7 +396,13 @@ def _find_api_key(
     return Secret(""), None
 
 
-def _read_key(path: Path) -> str:
+def can_be_key(text: str) -> bool:
+    """Whether it fits into a header of HTTP, and nothing else of the file is in it (a second line, say)."""
+    return 0 < len(text) <= KEY_LIMIT_BYTES and all("!" <= character <= "~" for character in text)
+
+
+def read_key(path: Path) -> str:
+    """What a key file holds, as far as a key could reach. Raises OSError."""
     with open(path, "rb") as file:
         return file.read(2 * KEY_LIMIT_BYTES).decode("ascii", errors="replace")
 

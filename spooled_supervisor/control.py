@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -132,32 +133,33 @@ def descends_from(pid: int, ancestor: int) -> bool:
     """Whether the process is below this one (proc_pid_stat(5), ppid). Of another PID namespace, pid 0, it is not.
 
     One that has ended may have been: whoever has a right to ask waits for the answer. One that is hidden from us
-    (proc(5), hidepid) is another user's, and our jobs are not.
+    (proc(5), hidepid) is another user's, and our jobs are not; but a job can hide as well (PR_SET_DUMPABLE). Who may
+    be signalled is of our own user, and not believed.
     """
+    if pid == 0:
+        return False
     at = pid
     for _ in range(MAX_DEPTH):
         found = read_stat(at)
-        if found is None and _has_ended(at):
-            if at == pid:
-                return True
+        if found is None:
+            refusal = _signal_refusal(at)
+            if refusal != errno.ESRCH or at == pid:
+                return refusal != errno.EPERM
             at = pid  # a parent has ended meanwhile: its child has another one now
-            continue
-        if found is None or found.ppid == 0:
-            return False
-        if found.ppid == ancestor:
-            return True
-        at = found.ppid
+        elif found.ppid in (0, ancestor):
+            return found.ppid == ancestor
+        else:
+            at = found.ppid
     return True  # deeper than anybody's shell: not one to trust
 
 
-def _has_ended(pid: int) -> bool:
+def _signal_refusal(pid: int) -> int:
+    """Why it may not be signalled (kill(2)): ESRCH, it has ended; EPERM, it is another user's; 0, it may."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
 def _peer_pid(writer: asyncio.StreamWriter) -> int:

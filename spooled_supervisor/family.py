@@ -49,8 +49,9 @@ OOM_SCORE_RAISE = 300
 class Swept:
     """`found` counts everybody once over any number of calls: killed now, or reaped without having been killed.
 
-    `left`: who still exists, as he is dying, not ours to kill (EPERM), to be kept, or because the time was up. Unless
-    it is 0, call again at the next tick; nobody promises another SIGCHLD. `names`: MAX_NAMES of the found.
+    `left`: who still exists, as he is dying, not ours to kill (EPERM), to be kept, or because the time was up; one more
+    where it could not be seen who does. Unless it is 0, call again at the next tick; nobody promises another SIGCHLD.
+    `names`: MAX_NAMES of the found.
     """
 
     found: int = 0

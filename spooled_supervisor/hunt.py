@@ -12,6 +12,7 @@ wrong or the pidfd is that of a dead one. Nothing here waits for a death or rais
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Callable, Collection
@@ -89,8 +90,8 @@ class Hunt:
         for parent in queue:
             children = ask(parent)
             if not children.complete:
-                if parent == self._trunk and read_stat(parent) is None and read_stat(os.getpid()) is not None:
-                    return True  # the tree has no trunk any more, and so it is no tree (we are shown: we can look)
+                if parent == self._trunk and _is_gone(parent):
+                    return True  # the tree has no trunk any more, and so it is no tree
                 settled = False
             for pid in children.pids:
                 if pid in seen or pid in self._spare or self._hidden.get(pid) is _Hidden.REFUSED:
@@ -170,6 +171,15 @@ class Hunt:
             if fresh.pgrp != self._trunk and fresh.pgrp not in self._spare:
                 with contextlib.suppress(OSError):  # it has ended, or became another user's
                     os.killpg(fresh.pgrp, signal.SIGKILL)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether there is nobody of this number, or nobody we may see. Asked without a descriptor: none may be free."""
+    try:
+        os.stat(f"/proc/{pid}")
+    except OSError as error:
+        return pid != os.getpid() and error.errno in (errno.ENOENT, errno.ESRCH)
+    return False
 
 
 def send(pidfd: int, number: signal.Signals) -> bool:

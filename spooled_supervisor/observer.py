@@ -44,7 +44,6 @@ RESAMPLE_S = 60.0
 """After so long a process is measured again that has not worked since: what it shares changes with the others."""
 STUCK_LOOP_S = 30.0
 """A part that has not turned for so long, though it should have, is a reason in `/health`."""
-SILENT_S = 60.0
 MAX_MESSAGE_CHARS = 1000
 """Of a job's progress message: a handler may send far more, for each child, and it is for people to read."""
 
@@ -159,9 +158,8 @@ class Observer:
             reasons.append(f"the API key is refused: {self._standing.refused}")
         if now() - self._holder.last_tick_at > STUCK_LOOP_S:
             reasons.append("leases are not looked after")
-        beat_at = self._registration.last_beat_at
-        if beat_at is not None and now() - beat_at > SILENT_S:
-            reasons.append(f"no heartbeat was accepted for {now() - beat_at:.0f} s")
+        if (silent_s := self._registration.silent_for_s) is not None:
+            reasons.append(f"no heartbeat was accepted for {silent_s:.0f} s")
         return reasons
 
     def _not_ready(self) -> list[str]:

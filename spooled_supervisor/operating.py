@@ -51,7 +51,9 @@ def run_status(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def run_ctl(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Send one command, print its answer."""
+    """Send one command, print its answer: without what a terminal obeys, as a job's stack has names of the job's."""
+    from spooled_supervisor.statusview import printable_lines
+
     flags = _ctl_parser().parse_args(argv)
     path = _socket(flags, env)
     limit_s = RELOAD_LIMIT_S if flags.command == "reload" else ANSWER_LIMIT_S
@@ -60,7 +62,7 @@ def run_ctl(argv: Sequence[str], env: Mapping[str, str]) -> int:
     except (OSError, ValueError) as error:
         return _complain(path, error)
     is_ok = answer.get("ok") is True
-    print(answer.get("text", ""), file=sys.stdout if is_ok else sys.stderr)
+    print(printable_lines(str(answer.get("text", ""))), file=sys.stdout if is_ok else sys.stderr)
     return EX_OK if is_ok else EX_FAILURE
 
 

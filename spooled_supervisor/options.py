@@ -356,6 +356,9 @@ class Problems:
         self._lines: list[str] = []
         self._is_usage = False
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def add(self, line: str, *, is_usage: bool = False) -> None:
         """`is_usage`: the command line is at fault, which decides the exit code."""
         self._lines.append(self._redacted(line))

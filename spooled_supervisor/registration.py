@@ -26,6 +26,8 @@ RETRY_CAP_S = 60.0
 INTERVAL_S = 10.0
 INTERVAL_BOUNDS_S = (1.0, 60.0)
 """What the service may ask for: above it, it would take us for dead (two minutes of silence)."""
+SILENT_S = 60.0
+"""Without a heartbeat that was accepted for so long, or for two intervals, something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,14 @@ class Registration:
         self._is_leaving = False
         self.is_registered = False
         self.last_beat_at: float | None = None
+
+    @property
+    def silent_for_s(self) -> float | None:
+        """How long no heartbeat was accepted, if that is too long (and one ever was); else None."""
+        if self.last_beat_at is None:
+            return None
+        silent_s = now() - self.last_beat_at
+        return silent_s if silent_s > max(SILENT_S, 2 * self._interval_s) else None
 
     def describe(self, *, queue_names: tuple[str, ...] | None = None, max_concurrency: int | None = None) -> None:
         """We serve other queues, or more jobs at once, from now on: register again, under the same id."""

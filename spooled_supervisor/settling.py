@@ -132,6 +132,7 @@ class Settler:
         return None
 
     def _lose(self, lease: Lease, report: _Report, lost: LeaseLost) -> None:
+        self._troubles.worked("settle")  # no answer that one wants, but one
         if lease.is_live:
             self._leases.refused(lease)
         self._events.emit(JobLeaseLost(lease.job.id, lease.job.queue_name, lost.reason))

@@ -519,10 +519,23 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[31m\u202e\nb")
     'a\\x1b[31m\\u202e b'
     """
-    text = " ".join(text[:MAX_TEXT_CHARS].split())
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _spelled_out(" ".join(text[:MAX_TEXT_CHARS].split()))
+
+
+def printable_lines(text: str) -> str:
+    r"""All of `text`, as harmless as `printable` makes it; its lines and their indentation stay.
+
+    >>> print(printable_lines("Traceback:\n\tat a\x1b]0;b\rc"))
+    Traceback:
+            at a\x1b]0;b\rc
+    """
+    return "\n".join(_spelled_out(line.expandtabs()) for line in text.split("\n"))
+
+
+def _spelled_out(line: str) -> str:
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def cell_width(text: str) -> int:

@@ -254,13 +254,13 @@ class Supervisor:
 
     def _make_api(self) -> RestApi | BothApi:
         config = self._config.api
-        return make_api(config, ApiKey(config), self._standing.worker_id, self._events)
+        return make_api(config, ApiKey(config, self._log.keep_secret), self._standing.worker_id, self._events)
 
     def _make_job_events(self) -> JobEvents:
         config = self._config.api
         return JobEvents(
             config.url,
-            ApiKey(config),
+            ApiKey(config, self._log.keep_secret),
             ca_file=config.ca_file,
             troubles=self._troubles,
             on_job=self._claimer.hint,
@@ -636,6 +636,7 @@ class Supervisor:
         was_told_no, self._was_told_no = self._was_told_no, False
         if was_told_no and self._may_claim():  # the outbox has room again, which nobody else tells the claimer
             self._claimer.wake()
+        self._notifier.repeat()
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is not None and at - self._pinged_at >= interval_s / 2:
             self._pinged_at = at

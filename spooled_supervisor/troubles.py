@@ -6,9 +6,12 @@ An outage of an hour is two lines in the log, not thousands. No I/O.
 from __future__ import annotations
 
 from spooled_supervisor.events import ApiRecovered, ApiTroubled, Events
+from spooled_supervisor.timing import now
 
 PERSISTENT_FAILURES = 3
 """From so many failures in a row on, an operation's trouble is worth a reason in `/health`."""
+FRESH_S = 60.0
+"""How long after its last failure an operation is in trouble; longer (twice the delay) where the next try is far."""
 
 
 class Troubles:
@@ -18,6 +21,7 @@ class Troubles:
         self._events = events
         self._failures: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
+        self._fresh_until: dict[str, float] = {}
         self._optional: set[str] = set()
 
     def failed(self, operation: str, reason: str, retry_in_s: float | None, *, is_optional: bool = False) -> None:
@@ -28,6 +32,7 @@ class Troubles:
         if is_optional:
             self._optional.add(operation)
         self._failures[operation] = self._failures.get(operation, 0) + 1
+        self._fresh_until[operation] = now() + max(FRESH_S, 2 * (retry_in_s or 0.0))
         if self._reasons.get(operation) != reason:
             self._reasons[operation] = reason
             rounded = None if retry_in_s is None else round(retry_in_s, 3)
@@ -35,16 +40,28 @@ class Troubles:
 
     def worked(self, operation: str) -> None:
         """It works (again)."""
-        failures = self._failures.pop(operation, 0)
+        failures = self._failures.get(operation, 0)
         if failures:
-            del self._reasons[operation]
+            self.forget(operation)
             self._events.emit(ApiRecovered(operation, failures))
+
+    def forget(self, operation: str) -> None:
+        """It will not be tried any more; whether it would work, nobody knows."""
+        self._failures.pop(operation, None)
+        self._reasons.pop(operation, None)
+        self._fresh_until.pop(operation, None)
 
     @property
     def reasons(self) -> list[str]:
-        """What has failed several times in a row, in words."""
+        """What has failed several times in a row, in words.
+
+        Without what is not tried any more: a lease has ended, or nothing is claimed for now. Only a success would end
+        it, and none may ever come.
+        """
         return [
             f"{operation}: {self._reasons[operation]}"
             for operation, failures in self._failures.items()
-            if failures >= PERSISTENT_FAILURES and operation not in self._optional
+            if failures >= PERSISTENT_FAILURES
+            and operation not in self._optional
+            and now() < self._fresh_until[operation]
         ]

@@ -187,7 +187,8 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_answered:
             return  # read and forgotten: a close with unread bytes resets, and the client loses the answer
-        self._received += data
+        # Empty lines before the request are not kept: a client that sends nothing else would fill our memory.
+        self._received = (self._received + data).lstrip(b"\r\n")
         try:
             request = read_request(self._received)
         except BadRequest as bad:

@@ -23,6 +23,7 @@ MAX_BODY_BYTES = 8192 - len("<6>\n")
 """The longest line, less what the writer adds. One page of a pipe holds half of it; journald's own limit is 48 KiB."""
 
 MASK = "***"
+MAX_SECRETS = 16
 
 Fields = Mapping[str, object]
 Renderer = Callable[[str, str, str, Fields], bytes]
@@ -46,11 +47,22 @@ class Lines:
 
     def __init__(self, form: str, secrets: Iterable[str] = ()) -> None:
         self._render: Renderer = _json if form == "json" else _text
+        self._escape = _json_string if form == "json" else _text_escape
+        self._latest: list[str] = []
+        self._secrets: list[str] = []
+        self._needles: list[bytes] = []
+        for secret in secrets:
+            self.keep_secret(secret)
+
+    def keep_secret(self, secret: str) -> None:
+        """Mask this one, too, from now on: a key was rotated. Of many the latest are masked, as each costs time."""
+        if not secret or secret in self._latest:
+            return
+        self._latest = [*self._latest, secret][-MAX_SECRETS:]
         # The longest first: of two secrets one may be part of the other.
-        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
+        self._secrets = sorted(self._latest, key=len, reverse=True)
         # Escaping works on single characters, so an escaped line holds the escaped secret wherever the value held it.
-        escape = _json_string if form == "json" else _text_escape
-        self._needles = [escape(secret).encode() for secret in self._secrets]
+        self._needles = [self._escape(secret).encode() for secret in self._secrets]
 
     def line(self, level: int, name: str, fields: Fields) -> bytes:
         """One line without its newline, at most MAX_BODY_BYTES long. Never raises for what a field holds."""

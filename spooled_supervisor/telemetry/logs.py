@@ -75,6 +75,10 @@ class EventLog:
             self._set_level(logging.getLogger(name), max(logging.WARNING, self.threshold))
         root.addHandler(self._bridge)
 
+    def keep_secret(self, secret: str) -> None:
+        """Mask this text, too, from now on."""
+        self._lines.keep_secret(secret)
+
     def close(self) -> None:
         """Stop listening, give the descriptor back and leave `logging` as it was found."""
         self._unsubscribe()
@@ -143,6 +147,10 @@ class StandardLog:
         self._logger = logging.getLogger("spooled_supervisor")
         self._lines = Lines("text", secrets)
         events.subscribe(self._on_event)
+
+    def keep_secret(self, secret: str) -> None:
+        """Mask this text, too, from now on."""
+        self._lines.keep_secret(secret)
 
     def write(self, level: int, name: str, /, **fields: object) -> None:
         """Log one line that stands for no event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -287,6 +288,13 @@ class Manager:
         self.socket.setblocking(False)
         self.lines: list[str] = []
 
+    def fill(self) -> None:
+        """Have no room for another message until somebody asks for them."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
+            sender.setblocking(False)
+            while True:
+                sender.sendto(b"X=1", str(self.path))
+
     def has(self, *lines: str) -> bool:
         """Whether these came, in this order."""
         try:
@@ -394,6 +402,20 @@ def test_reload_while_reloading_is_refused_and_the_first_goes_on(shop: Shop) -> 
         worker.wait_for_event("reloaded")
         wait_for_generation(worker, 2)
         assert shop.version() == "two"
+
+
+def test_a_manager_that_is_busy_for_a_while_is_told_what_it_waits_for(shop: Shop, manager: Manager) -> None:
+    manager.fill()
+    with shop.worker(env={"NOTIFY_SOCKET": str(manager.path)}) as worker:
+        worker.wait_until_running()
+        wait_until(lambda: manager.has("READY=1"), "systemd is told")
+        _, gate = shop.held(worker)
+        manager.fill()
+        worker.signal(signal.SIGTERM)
+        worker.wait_for_event("phase_changed", phase="draining")
+        wait_until(lambda: manager.has("READY=1", "STOPPING=1"), "systemd is told")
+        gate.touch()
+        assert worker.wait() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])

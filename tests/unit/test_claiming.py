@@ -31,7 +31,7 @@ from spooled_supervisor.config import ClaimConfig, QueueConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
 from spooled_supervisor.events import ApiRecovered, ClaimAnswered, Events, JobFailed
 from spooled_supervisor.pool import Pool
-from spooled_supervisor.troubles import Troubles
+from spooled_supervisor.troubles import PERSISTENT_FAILURES, Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
 from tests.support.fakes import FakeApi, FakePool, Recorded, Spawned, make_job, make_run
 
@@ -676,6 +676,15 @@ def test_new_queues_are_asked_at_once_and_old_ones_no_more(clock: FakeClock) -> 
     assert by_name["new"][0] == pytest.approx(2.5)
     assert max(by_name["old"]) < 2.5
     assert max(by_name["kept"]) > 2.5
+
+
+def test_a_queue_that_is_gone_is_no_trouble_any_more(clock: FakeClock) -> None:
+    desk = Desk(clock, QueueConfig("kept"), QueueConfig("old"))
+    for operation in ("claim kept", "claim old", "stream old"):
+        for _ in range(PERSISTENT_FAILURES):
+            desk.troubles.failed(operation, "HTTP 404", 1.0)
+    desk.claimer.set_queues([QueueConfig("kept")])
+    assert desk.troubles.reasons == ["claim kept: HTTP 404"]
 
 
 def test_what_is_known_of_a_queue_that_stays_is_kept(clock: FakeClock) -> None:

@@ -81,6 +81,37 @@ def test_check_names_every_problem_on_a_line_of_its_own(
     assert any("SPOOLED_POLL_INTERVAL" in line and "soon" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--child-nice", "50"),
+        ("--log-level", "loud"),
+        ("--pin-cpus", "perhaps"),
+        ("--strict-preload", "perhaps"),
+        ("--leftovers", "hide"),
+        ("--boot-timeout", "soon"),
+        ("--ca-file", "/nonexistent"),
+        ("--grpc-address", ":"),
+    ],
+)
+def test_check_says_one_thing_of_one_bad_value_and_still_looks_at_the_app(
+    main: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv("SPOOLED_API_KEY", "sp_test_key")
+    here = ("--api-url", "http://127.0.0.1:1", "--online")
+    assert main("check", "--app", "tests.support.examples.tasks", *here, flag, value) in (EX_USAGE, EX_CONFIG)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert flag in line
+    assert main("check", "--app", "no_such_module_anywhere", *here, flag, value) in (EX_USAGE, EX_CONFIG)
+    said = capsys.readouterr().err
+    assert flag in said
+    assert "No module named 'no_such_module_anywhere'" in said
+
+
 def test_a_problem_of_the_command_line_is_a_usage_error(
     main: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

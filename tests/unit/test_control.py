@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import select
@@ -286,29 +287,50 @@ def test_a_peer_of_another_pid_namespace_does_not_descend(parents: dict[int, int
     assert descends_from(0, SUPERVISOR) is False
 
 
-def test_a_peer_that_is_hidden_from_us_is_another_users(
-    parents: dict[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hidden", [PROGRAM, CHILD], ids=["itself", "its parent"])
+@pytest.mark.parametrize(("refusal", "descends"), [(PermissionError, False), (None, True)])
+def test_who_is_hidden_from_us_is_another_users_unless_it_may_be_signalled(
+    parents: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    hidden: int,
+    refusal: type[OSError] | None,
+    descends: bool,
 ) -> None:
-    monkeypatch.setattr(control, "_has_ended", lambda pid: False)
-    del parents[SHELL]
-    assert descends_from(SHELL, SUPERVISOR) is False
+    """With hidepid a job of ours can hide, too: PR_SET_DUMPABLE."""
+    asked = signals(monkeypatch, refusal)
+    del parents[hidden]
+    assert descends_from(PROGRAM, SUPERVISOR) is descends
+    assert asked == [(hidden, 0)]
 
 
 def test_a_peer_that_has_ended_may_have_been_anybodys(parents: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_has_ended", lambda pid: pid not in parents)
+    signals(monkeypatch, ProcessLookupError)
     del parents[SHELL]
     assert descends_from(SHELL, SUPERVISOR) is True
+
+
+def signals(monkeypatch: pytest.MonkeyPatch, refusal: type[OSError] | None) -> list[tuple[int, int]]:
+    """What is sent from now on, which the kernel answers like this."""
+    sent = []
+
+    def kill(pid: int, number: int) -> None:
+        sent.append((pid, number))
+        if refusal is not None:
+            raise refusal(errno.EPERM if refusal is PermissionError else errno.ESRCH, "no")
+
+    monkeypatch.setattr(os, "kill", kill)
+    return sent
 
 
 @pytest.mark.parametrize(("heir", "descends"), [(INIT, False), (SUPERVISOR, True)])
 def test_a_parent_that_ends_meanwhile_does_not_hide_the_next_one(
     parents: dict[int, int], monkeypatch: pytest.MonkeyPatch, heir: int, descends: bool
 ) -> None:
-    def has_ended(pid: int) -> bool:
+    def kill(pid: int, number: int) -> None:
         parents[PROGRAM] = heir
-        return pid not in parents
+        raise ProcessLookupError(errno.ESRCH, "no such process")
 
-    monkeypatch.setattr(control, "_has_ended", has_ended)
+    monkeypatch.setattr(os, "kill", kill)
     del parents[CHILD]
     assert descends_from(PROGRAM, SUPERVISOR) is descends
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from spooled_supervisor import keys
-from spooled_supervisor.config import ApiConfig, Secret
+from spooled_supervisor.config import KEY_LIMIT_BYTES, ApiConfig, Secret
 from spooled_supervisor.keys import LOOK_AGAIN_S, ApiKey
 from tests.support.clock import FakeClock, fake_time
+
+NO_KEYS = [b"newkey\n# since May\n", b"new key\n", b"new\x1bkey\n", b"k" * (KEY_LIMIT_BYTES + 1)]
 
 
 @pytest.fixture
@@ -43,11 +45,11 @@ def test_a_key_without_a_file_never_changes(clock: FakeClock) -> None:
 
 def test_a_rotated_key_is_read_again_after_a_while(clock: FakeClock, file: Path) -> None:
     key = a_key(file)
-    file.write_text("second, longer\n")
+    file.write_text("second-longer\n")
     clock.advance(LOOK_AGAIN_S - 0.1)
     assert key() == "first"
     clock.advance(0.1)
-    assert key() == "second, longer"
+    assert key() == "second-longer"
 
 
 def test_a_file_that_is_replaced_by_one_of_the_same_size_is_read_again(clock: FakeClock, file: Path) -> None:
@@ -59,13 +61,22 @@ def test_a_file_that_is_replaced_by_one_of_the_same_size_is_read_again(clock: Fa
     assert later(key, clock) == "other"
 
 
-@pytest.mark.parametrize("content", [b"", b"  \n", b"\xff\xfe\n", "schl\u00fcssel\n".encode()])
+@pytest.mark.parametrize("content", [b"", b"  \n", b"\xff\xfe\n", "schl\u00fcssel\n".encode(), *NO_KEYS])
 def test_a_file_that_holds_no_key_leaves_the_last_one_in_place(clock: FakeClock, file: Path, content: bytes) -> None:
     key = a_key(file)
     file.write_bytes(content)
     assert later(key, clock) == "first"
     file.write_text("third\n")
     assert later(key, clock) == "third"
+
+
+def test_a_new_key_is_told_of_before_it_is_given_out_and_only_once(clock: FakeClock, file: Path) -> None:
+    told: list[str] = []
+    key = ApiKey(ApiConfig("http://localhost", Secret("first"), key_file=file), told.append)
+    for content in ("first\n", "second\n", "second", "no key\n", "third\n"):
+        file.write_text(content)
+        later(key, clock)
+    assert told == ["second", "third"]
 
 
 def test_a_file_that_is_gone_leaves_the_last_key_in_place_until_it_is_back(clock: FakeClock, file: Path) -> None:
@@ -96,11 +107,11 @@ def test_a_file_that_cannot_be_read_yet_is_looked_at_again(
 ) -> None:
     """Moved into place first and given to us afterwards: its content, its time and its size do not change by that."""
     key = a_key(file)
-    file.write_text("the second\n")
+    file.write_text("the-second\n")
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_text", _denied)
+        patched.setattr(keys, "read_key", _denied)
         assert later(key, clock) == "first"
-    assert later(key, clock) == "the second"
+    assert later(key, clock) == "the-second"
 
 
 def _denied(*_: object) -> str:

@@ -93,6 +93,17 @@ def test_what_was_done_goes_to_standard_output(line: Line, capsys: pytest.Captur
     assert capsys.readouterr() == ("6 children (there were 3)\n", "")
 
 
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_a_child_wrote_does_not_reach_the_terminal_as_it_is(
+    line: Line, capsys: pytest.CaptureFixture[str], ok: bool
+) -> None:
+    frames = "".join(f'  File "/app/jobs.py", line {n} in handle\n' for n in range(200))
+    line.answer = {"ok": ok, "text": f"slot 0, job 1:\n{frames}\tin \x1b[2J\x1b]0;x\x07\rgone \x9b1m\u202e \udc9b é"}
+    run_ctl(["stacks", "--control-socket", "/c"], {})
+    said = "".join(capsys.readouterr())
+    assert said == (f"slot 0, job 1:\n{frames}        in \\x1b[2J\\x1b]0;x\\x07\\rgone \\x9b1m\\u202e \\udc9b é\n")
+
+
 @pytest.mark.parametrize("ok", [False, None, "yes", 1])
 def test_a_refusal_goes_to_standard_error_and_exits_1(
     line: Line, capsys: pytest.CaptureFixture[str], ok: object

@@ -16,7 +16,7 @@ from spooled_supervisor.api.values import Registration as Registered
 from spooled_supervisor.config import WorkerConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
 from spooled_supervisor.events import Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
-from spooled_supervisor.registration import INTERVAL_S, RETRY_CAP_S, Registration, Vitals
+from spooled_supervisor.registration import INTERVAL_S, RETRY_CAP_S, SILENT_S, Registration, Vitals
 from spooled_supervisor.troubles import Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
 from tests.support.fakes import FakeApi, Recorded
@@ -224,6 +224,29 @@ def test_heartbeats_that_fail_are_tried_again_within_the_interval(worker: Worker
     assert worker.registration.is_registered
     assert worker.registration.last_beat_at is None
     assert worker.troubles.reasons == ["heartbeat: connection refused"]
+
+
+@pytest.mark.parametrize("interval_s", [10.0, 60.0])
+def test_a_worker_that_beats_as_it_was_told_is_never_silent(worker: Worker, interval_s: float) -> None:
+    worker.api.script("register", Registered("worker-1", interval_s))
+    looked: list[float | None] = []
+    worker.run(600.0, *[(float(at), lambda: looked.append(worker.registration.silent_for_s)) for at in range(600)])
+    assert looked == [None] * 600
+
+
+@pytest.mark.parametrize(("interval_s", "limit_s"), [(10.0, SILENT_S), (60.0, 120.0)])
+def test_a_worker_whose_heartbeats_are_not_accepted_is_silent_after_a_while(
+    worker: Worker, interval_s: float, limit_s: float
+) -> None:
+    assert worker.registration.silent_for_s is None
+    worker.api.script("register", Registered("worker-1", interval_s))
+    worker.api.script("heartbeat", KNOWN, DOWN)
+    worker.run(1.5)
+    assert worker.registration.last_beat_at is not None
+    worker.clock.at = worker.registration.last_beat_at + limit_s
+    assert worker.registration.silent_for_s is None
+    worker.clock.advance(0.5)
+    assert worker.registration.silent_for_s == pytest.approx(limit_s + 0.5)
 
 
 def test_a_refused_key_is_told_with_every_heartbeat(worker: Worker) -> None:

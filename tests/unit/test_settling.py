@@ -42,8 +42,9 @@ class Desk:
         self.refusals: list[CredentialsRefused] = []
         events = Events()
         self.recorded = Recorded(events)
+        self.troubles = Troubles(events)
         self.settler = Settler(
-            self.book, events=events, troubles=Troubles(events), gate=self.gate, on_refused=self.refusals.append
+            self.book, events=events, troubles=self.troubles, gate=self.gate, on_refused=self.refusals.append
         )
 
     def decided(self, **job: Any) -> Lease:
@@ -217,6 +218,13 @@ def test_a_lost_lease_ends_it_and_nothing_else_is_reported(desk: Desk) -> None:
     assert len(desk.api.calls) == 1
     assert desk.lease.state is LeaseState.LOST
     assert desk.recorded.all == [JobLeaseLost("job-1", "emails", "HTTP 409 LEASE_EXPIRED")]
+
+
+def test_a_service_that_says_that_the_lease_is_lost_is_there_again(desk: Desk) -> None:
+    desk.api.script("complete", DOWN, DOWN, DOWN, LeaseLost("job-1", "HTTP 409 LEASE_EXPIRED"))
+    desk.settle(RESULT)
+    assert desk.recorded.names == ["api_troubled", "api_recovered", "job_lease_lost"]
+    assert desk.troubles.reasons == []
 
 
 @pytest.mark.parametrize("refusal", [TOO_LARGE, BAD_TEXT, ProtocolError("not one JSON value")])

@@ -449,6 +449,26 @@ def test_a_request_in_single_bytes_is_understood() -> None:
     run(main())
 
 
+def test_empty_lines_before_a_request_are_allowed_and_never_kept() -> None:
+    async def main() -> None:
+        async with a_site() as site:
+            reader, writer = await site.connect()
+            await until(lambda: len(site.endpoints._connections) == 1)
+            (connection,) = site.endpoints._connections
+            for _ in range(20):
+                writer.write(b"\r\n" * 50_000)
+                await writer.drain()
+            writer.write(b"GET /livez HTTP/1.1\r\n")
+            await until(lambda: connection._received.endswith(b"HTTP/1.1\r\n"))
+            assert connection._received == b"GET /livez HTTP/1.1\r\n"
+            writer.write(b"Host: localhost\r\n\r\n")
+            assert b"200 OK" in await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+    run(main())
+
+
 def test_a_client_that_does_not_finish_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "READ_TIMEOUT_S", 0.05)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spooled_supervisor.telemetry.exchange import (
@@ -94,6 +97,32 @@ def test_a_host_loses_port_and_brackets(host: str, name: str) -> None:
 )
 def test_what_is_no_request_is_refused(received: bytes) -> None:
     assert refused(received) == 400
+
+
+@given(st.text("aX-: \t\r\x00\xa0\xe9", max_size=12))
+@example("a:b")
+@example("a \t: b")
+@example("a: \t b \t c\t ")
+def test_a_header_is_a_token_a_colon_and_a_value_without_the_blanks_around_it(line: str) -> None:
+    head = f"GET / HTTP/1.1\r\nHost: h\r\nZ: z\r\n{line}\r\nZ: z\r\n\r\n".encode("latin-1")
+    expected = re.fullmatch(r"([aX-]+):[ \t]*(.*?)[ \t]*", line)
+    if expected is None:
+        assert not line or refused(head) == 400  # an empty one ends the head
+    else:
+        assert read(head).headers[expected[1].lower()] == expected[2]
+
+
+def test_the_blanks_in_a_header_cost_what_they_are_long_and_no_more() -> None:
+    def cost_s(blanks: int) -> float:
+        """Of the quickest of three: of each, what this thread has used."""
+        costs = []
+        for _ in range(3):
+            started_at = time.thread_time()
+            assert read(b"GET / HTTP/1.0\r\nX: a" + b" " * blanks + b"b\r\n\r\n").headers["x"][-2:] == " b"
+            costs.append(time.thread_time() - started_at)
+        return min(costs)
+
+    assert cost_s(16_000) < max(8 * cost_s(4_000), 0.01)  # four times as many; by the square, sixteen times
 
 
 def test_a_head_that_is_too_long_is_refused_before_it_ends() -> None:

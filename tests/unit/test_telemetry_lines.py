@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spooled_supervisor.telemetry.lines import MASK, MAX_BODY_BYTES, Lines, level_name
+from spooled_supervisor.telemetry.lines import MASK, MAX_BODY_BYTES, MAX_SECRETS, Lines, level_name
 
 FORMATS = ["text", "json"]
 SECRET = 'sp_live_"quoted"\\and\nbroken-é\ud800'
@@ -141,6 +141,20 @@ def test_a_secret_is_masked_between_any_characters(before: str, after: str) -> N
 
 def test_of_two_secrets_the_longer_is_masked_first_and_an_empty_one_is_ignored() -> None:
     assert json.loads(line("json", ("", "key", "key-long"), message="key-long key"))["message"] == f"{MASK} {MASK}"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_secret_that_comes_later_is_masked_and_of_many_the_latest_are(form: str) -> None:
+    lines = Lines(form, ["key-0-"])
+    for n in range(MAX_SECRETS):
+        lines.keep_secret(f"key-{n}-")
+    lines.keep_secret("")
+    assert b"key-" not in lines.line(logging.INFO, "x", {"all": [f"key-{n}-" for n in range(MAX_SECRETS)]})
+    lines.keep_secret("one-more")
+    written = lines.line(logging.INFO, "x", {"all": ["key-0-", "key-1-", "one-more"]})
+    assert b"key-0-" in written
+    assert b"key-1-" not in written
+    assert b"one-more" not in written
 
 
 def test_a_backslash_before_a_secret_changes_nothing() -> None:

@@ -123,6 +123,14 @@ def test_secrets_do_not_reach_the_stream(reader: Reader, events: Events) -> None
     assert written.count("***") == 2
 
 
+def test_a_secret_that_is_found_later_does_not_reach_the_stream_either(
+    log: logs.EventLog, reader: Reader, events: Events
+) -> None:
+    log.keep_secret("sp_live_rotated")
+    events.emit(any_of(happened.JobLogged, severity="info", message="sp_live_key, then sp_live_rotated"))
+    assert "***, then ***" in reader.text()
+
+
 def test_lines_that_were_dropped_are_counted_and_told_of_first(
     log: logs.EventLog, reader: Reader, events: Events
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spooled_supervisor.telemetry.systemd import MAX_STATUS_CHARS, Notifier
+from spooled_supervisor.telemetry.systemd import MAX_DUE, MAX_STATUS_CHARS, Notifier
 
 
 class Manager:
@@ -94,6 +94,45 @@ def test_a_manager_that_does_not_read_is_not_waited_for(manager: Manager, notifi
     assert notifier.ready()
 
 
+def test_what_a_busy_manager_did_not_take_is_told_later_in_its_order_and_once(
+    manager: Manager, notifier: Notifier
+) -> None:
+    filled = fill(notifier)
+    assert not notifier.ready("4 children")
+    assert not notifier.ready("3 children")
+    assert not notifier.status("busy")
+    assert not notifier.stopping()
+    assert not notifier.repeat()
+    for _ in range(filled):
+        assert manager.received() == ["WATCHDOG=1"]
+    assert notifier.repeat()
+    assert manager.received() == ["READY=1", "STATUS=3 children"]
+    assert manager.received() == ["STOPPING=1"]
+    assert notifier.repeat()
+    with pytest.raises(BlockingIOError):
+        manager.received()
+
+
+def test_of_what_a_manager_never_takes_the_latest_is_kept(manager: Manager, notifier: Notifier) -> None:
+    filled = fill(notifier)
+    for _ in range(100):
+        assert not notifier.reloading()
+        assert not notifier.ready()
+    assert not notifier.stopping()
+    for _ in range(filled):
+        manager.received()
+    assert notifier.repeat()
+    assert [manager.received()[0] for _ in range(MAX_DUE)] == ["RELOADING=1", "READY=1", "STOPPING=1"]
+
+
+def fill(notifier: Notifier) -> int:
+    """Until the manager's queue is full; how many messages that took."""
+    filled = 0
+    while notifier.watchdog():
+        filled += 1
+    return filled
+
+
 def test_a_manager_that_went_away_is_no_error(manager: Manager, notifier: Notifier) -> None:
     manager.socket.close()
     assert not notifier.watchdog()
@@ -108,6 +147,7 @@ def test_without_a_usable_socket_verbs_do_nothing(address: str) -> None:
     assert not notifier.ready("up")
     assert not notifier.watchdog()
     assert not notifier.reloading()
+    notifier.repeat()
     notifier.close()
     notifier.close()
 

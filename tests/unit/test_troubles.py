@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from spooled_supervisor import troubles as troubles_module
 from spooled_supervisor.events import ApiRecovered, ApiTroubled, Events
-from spooled_supervisor.troubles import PERSISTENT_FAILURES, Troubles
+from spooled_supervisor.troubles import FRESH_S, PERSISTENT_FAILURES, Troubles
+from tests.support.clock import fake_time
 from tests.support.fakes import Recorded
 
 
@@ -55,3 +59,32 @@ def test_what_fails_again_and_again_becomes_a_reason_until_it_works() -> None:
     assert troubles.reasons == ["register: HTTP 503"]
     troubles.worked("register")
     assert troubles.reasons == []
+
+
+@pytest.mark.parametrize(("retry_in_s", "lasts_s"), [(None, FRESH_S), (5.0, FRESH_S), (300.0, 600.0)])
+def test_what_is_not_tried_any_more_is_no_reason_for_ever(
+    monkeypatch: pytest.MonkeyPatch, retry_in_s: float | None, lasts_s: float
+) -> None:
+    """The lease of the only report has ended, say: nothing will ever show that it works again."""
+    clock = fake_time(monkeypatch, troubles_module)
+    troubles = Troubles(Events())
+    for _ in range(PERSISTENT_FAILURES):
+        troubles.failed("settle", "HTTP 503", retry_in_s)
+    clock.advance(lasts_s - 0.1)
+    assert troubles.reasons == ["settle: HTTP 503"]
+    clock.advance(0.1)
+    assert troubles.reasons == []
+    troubles.failed("settle", "HTTP 503", retry_in_s)
+    assert troubles.reasons == ["settle: HTTP 503"], "it goes on after all"
+
+
+def test_what_is_forgotten_is_no_reason_and_nobody_says_that_it_works() -> None:
+    events = Events()
+    recorded, troubles = Recorded(events), Troubles(events)
+    for _ in range(PERSISTENT_FAILURES):
+        troubles.failed("claim old", "HTTP 404", 1.0)
+    troubles.forget("claim old")
+    troubles.forget("claim never tried")
+    troubles.worked("claim old")
+    assert troubles.reasons == []
+    assert recorded.names == ["api_troubled"]
