@@ -3,13 +3,15 @@
 Where the child had a cgroup of its own, whoever is left in it is killed there, and it is removed when it is empty.
 
 A process that became ours and that nobody knows is a job's orphan, unless a fork is open: then it may be the child that
-the fork server is about to name, and looking waits. SIGCHLD is only a hint; whoever is still dying is looked at again.
+the fork server is about to name, and looking waits. So that it does not wait for ever where forks follow one another,
+no other is begun meanwhile (`is_held_up`). SIGCHLD is only a hint; whoever is still dying is looked at again.
 Never `waitpid(-1)`: known children are reaped by their owner, strangers by number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -35,20 +37,23 @@ class Graveyard:
         known: Callable[[], Iterable[int]],
         is_fork_open: Callable[[], bool],
         on_over: Callable[[list[Run]], None],
+        on_free: Callable[[], None],
         kin: family.Kin | None = None,
     ) -> None:
-        """`kin` tells orphans from the children of a program that we are a guest in; without it all are ours."""
+        """`on_free`: it is held up no more. `kin` tells orphans from the children of a program that we are a guest in;
+        without it all are ours."""
         self._kin = kin
         self._ours = None if kin is None else kin.is_ours
         self._events = events
         self._known = known
         self._is_fork_open = is_fork_open
         self._on_over = on_over
+        self._on_free = on_free
         self._foreign = frozenset(family.strangers(()))  # our children from before: a container's entry script's, say
-        self._buried: list[Run] = []
+        self._buried: list[tuple[float, Run]] = []  # with the instant until which it waits for orphans to die
         self._cgroups: list[ChildCgroup] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._wait_until = 0.0
+        self.is_held_up = False  # runs wait for a fork to end
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
@@ -57,7 +62,7 @@ class Graveyard:
 
     def bury(self, run: Run) -> None:
         """Its child is dead: it is over as soon as no orphan is left."""
-        self._buried.append(run)
+        self._buried.append((now() + WAIT_LIMIT_S, run))
 
     def clear(self, cgroup: ChildCgroup) -> None:
         """Its child is dead, or not in it: nobody may live there, and it is removed."""
@@ -66,7 +71,6 @@ class Graveyard:
 
     def sweep_soon(self) -> None:
         """A child has died."""
-        self._wait_until = now() + WAIT_LIMIT_S
         self._loop.call_soon(self.sweep)
 
     def hint(self) -> None:
@@ -78,19 +82,30 @@ class Graveyard:
         """Look for orphans now, unless a fork is open; who opened it calls again when it is not."""
         self._cancel_timer()
         self._clear_cgroups()
+        was_held_up, self.is_held_up = self.is_held_up, self._is_fork_open() and bool(self._buried)
         if self._is_fork_open():
+            self._hand_on(now())
+            if self._buried:  # one that hangs does not hold them up for long
+                self._timer = self._loop.call_later(WAIT_LIMIT_S, self.sweep)
             return
+        if was_held_up:
+            self._loop.call_soon(self._on_free)
         swept = family.sweep(self._foreign.union(self._known()), kill=True, ours=self._ours)
         self._tell(swept)
         if swept.left or self._cgroups:
             self._timer = self._loop.call_later(LOOK_AGAIN_S, self.sweep)
-            if now() < self._wait_until:
-                return
-        elif self._kin is not None:
+            self._hand_on(now())
+            return
+        if self._kin is not None:
             self._kin.settle()
-        buried, self._buried = self._buried, []
-        if buried:
-            self._on_over(buried)
+        self._hand_on(math.inf)
+
+    def _hand_on(self, at: float) -> None:
+        """Those that need not wait any longer, or have waited long enough at this instant."""
+        over = [run for until, run in self._buried if until <= at]
+        self._buried = [(until, run) for until, run in self._buried if until > at]
+        if over:
+            self._on_over(over)
 
     def _clear_cgroups(self) -> None:
         self._cgroups = [cgroup for cgroup in self._cgroups if not cgroup.remove()]

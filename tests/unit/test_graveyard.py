@@ -39,8 +39,13 @@ class Yard:
         monkeypatch.setattr(family, "sweep", self.sweep)
         events = Events()
         self.recorded = Recorded(events)
+        self.freed: list[float] = []
         self.graveyard = Graveyard(
-            events=events, known=lambda: self.known, is_fork_open=lambda: self.forking, on_over=self.take
+            events=events,
+            known=lambda: self.known,
+            is_fork_open=lambda: self.forking,
+            on_over=self.take,
+            on_free=lambda: self.freed.append(round(self.clock() - self.begun, 6)),
         )
 
     def sweep(self, known: frozenset[int], *, kill: bool, ours: object) -> Swept:
@@ -135,9 +140,10 @@ def test_a_second_death_waits_its_own_time(play: Play) -> None:
         yard.die(2)
         await asyncio.sleep(3.0)
 
-    ((at, runs),) = play(scene).over
-    assert runs == [1, 2]
-    assert 0.5 + WAIT_LIMIT_S <= at <= 0.5 + WAIT_LIMIT_S + 2 * LOOK_AGAIN_S
+    first, second = play(scene).over
+    assert (first[1], second[1]) == ([1], [2])
+    assert WAIT_LIMIT_S <= first[0] <= WAIT_LIMIT_S + 2 * LOOK_AGAIN_S
+    assert 0.5 + WAIT_LIMIT_S <= second[0] <= 0.5 + WAIT_LIMIT_S + 2 * LOOK_AGAIN_S
 
 
 def test_runs_that_die_together_are_over_together(play: Play) -> None:
@@ -154,13 +160,13 @@ def test_while_a_fork_is_open_nobody_is_looked_at_and_then_at_once(play: Play) -
         yard.forking = True
         yard.die(1)
         yard.graveyard.hint()
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(0.5)
         assert yard.sweeps == []
         assert len(yard.graveyard) == 1
         yard.forking = False
         yard.graveyard.sweep()
 
-    assert play(scene).over == [(2.0, [1])]
+    assert play(scene).over == [(0.5, [1])]
 
 
 def test_many_hints_are_one_look(play: Play) -> None:
@@ -296,6 +302,7 @@ def test_a_guest_in_a_program_forgets_its_dead_when_none_is_left(play: Play, mon
             known=lambda: [],
             is_fork_open=lambda: False,
             on_over=yard.take,
+            on_free=lambda: None,
             kin=Kin(),  # type: ignore[arg-type]
         )
         yard.script = [DYING, CLEAN]
@@ -305,3 +312,49 @@ def test_a_guest_in_a_program_forgets_its_dead_when_none_is_left(play: Play, mon
 
     play(scene)
     assert settled == [1.0]
+
+
+def test_while_runs_wait_for_a_fork_no_other_is_to_be_begun(play: Play) -> None:
+    """Where one fork follows another, there would be no moment for a look."""
+
+    async def scene(yard: Yard) -> None:
+        yard.forking = True
+        yard.graveyard.sweep()
+        assert not yard.graveyard.is_held_up, "nobody waits"
+        yard.die(1)
+        await asyncio.sleep(0.1)
+        assert yard.graveyard.is_held_up
+        assert (yard.over, yard.freed) == ([], [])
+        yard.forking = False
+        yard.graveyard.sweep()
+        assert not yard.graveyard.is_held_up
+        await asyncio.sleep(0)
+        assert yard.over == [(0.1, [1])]
+        assert yard.freed == [0.1]
+
+    play(scene)
+
+
+def test_a_fork_that_hangs_holds_no_run_for_longer_than_an_orphan_may(play: Play) -> None:
+    async def scene(yard: Yard) -> None:
+        yard.forking = True
+        yard.die(1)
+        await asyncio.sleep(WAIT_LIMIT_S * 3)
+
+    yard = play(scene)
+    ((at, numbers),) = yard.over
+    assert numbers == [1]
+    assert WAIT_LIMIT_S <= at <= WAIT_LIMIT_S * 1.1
+
+
+def test_each_run_waits_for_as_long_as_it_may_whoever_dies_meanwhile(play: Play) -> None:
+    async def scene(yard: Yard) -> None:
+        yard.script = [DYING]
+        yard.die(1)
+        for _ in range(5):
+            await asyncio.sleep(WAIT_LIMIT_S * 0.7)
+            yard.graveyard.sweep_soon()
+
+    yard = play(scene)
+    assert yard.over[0][1] == [1]
+    assert yard.over[0][0] <= WAIT_LIMIT_S * 1.1
