@@ -183,6 +183,8 @@ class Supervisor:
         stack.callback(self._cgroups.close)
         if self._guest is None:  # a program that is not ours stays where it is
             self._cgroups.open()
+        # All that is known of earlier lives is read before anything is written: a full disk ends both.
+        self._leftovers, self._poison = self._outbox.leftovers(), PoisonList(self._outbox)
         self._kill_survivors()
         # In the end, whatever it was: what the app has started while it was imported is nobody's child or orphan.
         stack.callback(family.kill_marked, str(self._state.path))
@@ -305,7 +307,7 @@ class Supervisor:
             gate=self._gate,
             progress=ProgressSender(api, pool, self._gate, self._spawn),
             outbox=self._outbox,
-            poison=PoisonList(self._outbox),
+            poison=self._poison,
             breakers=self._breakers,
             abort_grace_s=config.pool.abort_grace_s,
             limit_of=self._limit_of,
@@ -403,7 +405,7 @@ class Supervisor:
         self._events.subscribe(self._on_child_started, ev.ChildStarted)
         self._events.subscribe(self._on_scaled, ev.Scaled)
         self._events.subscribe(lambda exited: self._outbox.child_gone(exited.pid), ev.ChildExited)
-        self._holder.restore(self._outbox.leftovers())
+        self._holder.restore(self._leftovers)
         self._spawn(self._claimer.run(), "claim")
         self._spawn(self._holder.keep_leases(), "keep leases")
         self._spawn(self._registration.run(), "register and beat")

@@ -285,6 +285,28 @@ def test_a_start_on_a_full_disk_works_from_memory(lives: Lives, tmp_path: Path) 
     lives.end(worker)
 
 
+def test_what_an_earlier_life_has_left_is_settled_by_a_start_on_a_full_disk(lives: Lives, tmp_path: Path) -> None:
+    """It can be read there, as long as nothing is written first."""
+    disk = Disk(tmp_path / "disk")
+    lives.stack.callback(disk.close)
+    if not disk.is_tmpfs:
+        pytest.skip("mounting a small disk is not permitted here")
+    lives.state_dir = disk.path / "state"
+    worker = lives.start()
+    lives.proxy.set("reset_before", {"complete"})
+    job_id = lives.client.create("steps", {})
+    wait_until(lambda: lives.proxy.of("complete"), "a report was tried")
+    lives.kill(worker)
+    disk.fill(0)
+    lives.proxy.clear()
+    worker = lives.start()
+    assert worker.wait_for_event("leftover_reported")["job_id"] == job_id
+    lives.client.wait_for(job_id, "completed")
+    assert worker.ledger.runs(job_id) == 1
+    worker.wait_for_event("outbox_troubled")
+    lives.end(worker)
+
+
 def test_a_full_outbox_stops_claims_until_the_service_takes_reports_again(lives: Lives) -> None:
     worker = lives.start(patch="import spooled_supervisor.outbox as o; o.MAX_OUTCOMES = 2").wait_until_running()
     lives.proxy.set("error_500", {"complete"})
