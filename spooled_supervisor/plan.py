@@ -99,7 +99,7 @@ def plan(
     """
     overdue = [_end(child) for child in children if child.deadline is not None and at >= child.deadline]
     starts = list(_starts(at, slots)) if may_start else []
-    return [*overdue, *starts, *_gifts(slots, waiting, caps, may_start)]
+    return [*overdue, *starts, *_gifts(at, slots, waiting, caps, may_start)]
 
 
 def _starts(at: float, slots: Sequence[Slot]) -> Iterator[Start]:
@@ -143,7 +143,7 @@ def _end(child: ChildLink) -> Action:
 
 
 def _gifts(
-    slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int], may_start: bool
+    at: float, slots: Sequence[Slot], waiting: Iterable[Run], caps: Mapping[str, int], may_start: bool
 ) -> Iterator[Give | Retire]:
     fresh_soon = sum(map(_gets_fresh_child, slots))
     idle = [child for slot in slots if (child := slot.idle_child) is not None]
@@ -156,6 +156,8 @@ def _gifts(
     for run in waiting:
         if not idle:
             return
+        if at >= run.lease.abort_at:
+            continue  # after a sleep of the machine, say: somebody else may hold it by now, and it is taken back
         queue = run.job.queue_name
         if busy.get(queue, 0) >= caps.get(queue, math.inf):
             continue

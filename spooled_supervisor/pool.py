@@ -100,6 +100,7 @@ class Pool:
             known=lambda: self.pids,
             is_fork_open=lambda: keeper.open_requests > 0,
             on_over=self._on_buried,
+            on_free=self.turn,
             kin=kin,
         )
         for leftover in self._cgroups.leftovers():
@@ -300,7 +301,7 @@ class Pool:
     def turn(self) -> None:
         """Do what is due, and wake up again when the next thing is."""
         at = now()
-        may_start = self._is_replacing and self._keeper.is_ready
+        may_start = self._is_replacing and self._keeper.is_ready and not self._graveyard.is_held_up
         for action in plan(
             at,
             slots=self._slots,
@@ -590,9 +591,12 @@ class Pool:
         and gets what has waited longest. The child is without work meanwhile: this takes half of the time."""
         slot = self._slot_of(child)
         may_take = slot is not None and slot.idle_child is child and slot.renew_reason is None
-        if not may_take or not self._waiting or self._waiting[0].is_isolated or self._caps:
+        if not may_take or not self._waiting or self._caps:
             return False
-        self._give(child, self._waiting[0], is_quiet=True)
+        run = self._waiting[0]
+        if run.is_isolated or now() >= run.lease.abort_at:
+            return False
+        self._give(child, run, is_quiet=True)
         self._arm(child.deadline or math.inf)
         return True
 
@@ -784,7 +788,11 @@ class Pool:
     def _bury(self, run: Run, cause: str, tail: str) -> None:
         """The child died with this run: it crashed, unless it was decided already or never started."""
         never_started = run.started_at is None and run.verdict is None and not run.is_lost
-        if never_started and run.times_given < MAX_TIMES_GIVEN:
+        is_too_late = run.abort_reason == "shutdown" and not run.job.is_last_attempt  # it would go back in any case
+        if never_started and is_too_late:
+            _decide(run, Released("not started: the worker is shutting down"))
+        elif never_started and run.times_given < MAX_TIMES_GIVEN:
+            run.abort_reason = None  # whoever gets it is told anew
             self._waiting.appendleft(run)
             return
         was = "was " if cause.startswith("killed") else ""

@@ -353,6 +353,23 @@ def test_a_job_whose_start_nobody_knew_of_when_the_drain_began_has_its_own_limit
         assert site.end(job_id)["last_error"].startswith("timed out: the job ran longer than its limit of 1 s")
 
 
+def test_a_job_that_no_child_has_taken_when_its_own_dies_in_a_drain_goes_back(site: Site) -> None:
+    with site.worker(options=["--procs", "1", "--shutdown-timeout", "25s"]) as worker:
+        (child,) = worker.wait_until_running().children()
+        os.kill(child, signal.SIGSTOP)
+        job_id = site.add("ok", max_retries=3)
+        worker.wait_for_children("busy", 1)
+        worker.signal(signal.SIGTERM)
+        worker.wait_for_event("phase_changed", phase="draining")
+        began = time.monotonic()
+        os.kill(child, signal.SIGKILL)
+        assert worker.wait() == 0
+        assert time.monotonic() - began < 10.0
+        job = site.client.job(job_id)
+        assert (job["status"], job["last_error"]) == ("pending", "not started: the worker is shutting down")
+        assert not worker.ledger.runs(job_id)
+
+
 # --- signals to more than the supervisor ---------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ def slots_of(*children: ChildLink | None) -> list[Slot]:
 
 
 def runs_of(*queues: str) -> list[Run]:
-    return [make_run(n, make_job(id=f"job-{n}", queue_name=queue)) for n, queue in enumerate(queues, 1)]
+    jobs = (make_job(id=f"job-{n}", queue_name=queue, lease_duration_s=3600.0) for n, queue in enumerate(queues, 1))
+    return [make_run(n, job) for n, job in enumerate(jobs, 1)]
 
 
 def planned(
@@ -147,6 +148,16 @@ def test_an_isolated_run_takes_a_fresh_child_even_if_it_is_not_the_first() -> No
     run.is_isolated = True
     old, fresh = used(make_child(0), 3), used(make_child(1), 0)
     assert planned(slots=slots_of(old, fresh), waiting=[run]) == [Give(fresh, run)]
+
+
+def test_a_run_whose_lease_is_over_is_not_begun_and_the_next_one_is() -> None:
+    """The machine may have slept; whoever looks after the leases takes it back."""
+    late, good = runs_of("a", "a")
+    child = make_child(0)
+    late.lease.count_from(90.0 - 3600.0)
+    assert planned(slots=slots_of(child), waiting=[late, good]) == [Give(child, good)]
+    late.lease.count_from(90.0)
+    assert planned(slots=slots_of(child), waiting=[late, good]) == [Give(child, late)]
 
 
 def test_without_a_fresh_child_an_old_one_makes_room_and_the_others_work_on() -> None:
