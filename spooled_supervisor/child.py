@@ -321,13 +321,15 @@ class Child:
         if self._is_taking:  # interrupted by another signal: the loop below goes round once more
             return
         self._is_taking = True
-        poll = select.poll()
-        poll.register(self._jobs_fd, select.POLLIN)
-        while self._abort_waits:
-            self._abort_waits = False
-            if poll.poll(0):
-                self._read_pipe()
-        self._is_taking = False
+        try:
+            poll = select.poll()
+            poll.register(self._jobs_fd, select.POLLIN)
+            while self._abort_waits:
+                self._abort_waits = False
+                if poll.poll(0):
+                    self._read_pipe()
+        finally:  # also when a signal handler of the job's raises: the next abort must be read
+            self._is_taking = False
         for frame in self._inbox:
             if isinstance(frame, frames.Abort) and frame.run == self._run:
                 self._signal.abort(frame.reason)

@@ -328,9 +328,9 @@ class Streamer(Claimer):
             try:
                 started_at = await self._api.renew(full, deadline=min(now() + RENEW_TIMEOUT_S, over_at))
             except LeaseLost as lost:
-                if self._sends_ahead:  # else it is our own fault, as after a suspend
+                if self._sends_ahead and not self._is_leased_ahead:  # else it is our own fault, as after a suspend
                     self._is_leased_ahead = True
-                    self._troubles.failed(operation, AHEAD, None)
+                    self._troubles.failed(operation, AHEAD, None, is_optional=True)
                 self._events.emit(JobLeaseLost(job.id, job.queue_name, lost.reason))
                 return None
             except (ApiRefused, ApiUnavailable) as error:

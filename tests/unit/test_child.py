@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from spooled_supervisor import child as child_module
 from spooled_supervisor import frames, kernel, rates, timing, wording
-from spooled_supervisor.app import App, JobContext
+from spooled_supervisor.app import AbortSignal, App, JobContext
 from spooled_supervisor.child import (
     ABORT_SIGNAL,
     EXIT_BOOT_FAILED,
@@ -657,6 +657,25 @@ def test_a_signal_handler_of_the_jobs_that_raises_inside_a_send_does_not_mute_th
             supervisor.child.send(frames.Progress(1, 50.0, "lost"))
     supervisor.child.send(frames.Progress(1, 60.0, "b"))
     assert supervisor.heard() == [frames.Progress(1, 60.0, "b")]
+
+
+def test_a_signal_handler_of_the_jobs_that_raises_while_an_abort_is_read_does_not_make_the_child_deaf(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = make()
+    child = supervisor.child
+    child._run, child._signal = 7, AbortSignal()
+    supervisor.tell(frames.Abort(7, "timeout"))
+
+    def interrupted() -> bool:
+        raise TimeoutError("its alarm")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(child, "_read_pipe", interrupted)
+        with pytest.raises(TimeoutError):
+            child._take_aborts()
+    child._take_aborts()
+    assert child._signal.reason == "timeout"
 
 
 def test_two_interruptions_of_one_send_break_no_frame_and_lose_none(make: Make) -> None:
