@@ -318,6 +318,14 @@ class _Life:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
+    def fail(self, error: BaseException) -> None:
+        """It ends with this error, which is logged and told; nothing if it has ended."""
+        if self._worker._life is not self:
+            return
+        self.close()
+        self._log_failure(error)
+        self._worker._end(error)
+
     # --- from any thread ---------------------------------------------------------------------------------------------
 
     def ask_to_stop(self, why: str, to: Phase = Phase.DRAINING) -> None:
@@ -344,9 +352,7 @@ class _Life:
         try:
             await self._serve()
         except BaseException as error:
-            self.close()
-            self._log_failure(error)
-            worker._end(error)
+            self.fail(error)
             raise
         self.close()
         worker._end(self._spent, self._reason or self._why, self._unsettled)
@@ -423,19 +429,29 @@ def run_workers(*workers: SpooledWorker) -> None:
     They share a thread, and the signals if that is the main one; each has children of its own. If one of them fails,
     the others are stopped in peace, and then its error is raised.
     """
-    _serve(_prepare(workers))
+    with hosting.exit_waits() if hosting.is_waited_for() else contextlib.nullcontext():
+        _serve(_prepare(workers))
 
 
 def _start_in_background(worker: SpooledWorker) -> None:
     """Fork in this thread, if that may be; then serve in another one, which the program waits for at its end."""
     lives = _prepare([worker])
+    waited_for = contextlib.ExitStack()
 
     def serve() -> None:
-        with contextlib.suppress(Exception):  # it is logged, told by `error`, and kept in `worker.error`
+        with waited_for, contextlib.suppress(Exception):  # it is logged, told by `error`, and kept in `worker.error`
             _serve(lives)
 
-    worker._thread = threading.Thread(target=serve, name=f"spooled worker {worker.queue_name}")
-    worker._thread.start()
+    worker._thread = threading.Thread(target=serve, name=f"spooled worker {worker.queue_name}", daemon=False)
+    waited_for.enter_context(hosting.exit_waits())  # from now on: the program may end before the thread has begun
+    try:
+        worker._thread.start()
+    except BaseException as error:
+        waited_for.close()
+        worker._thread = None
+        for life in lives:
+            life.fail(error)
+        raise
 
 
 def _prepare(workers: Sequence[SpooledWorker]) -> list[_Life]:
@@ -456,17 +472,25 @@ def _prepare(workers: Sequence[SpooledWorker]) -> list[_Life]:
 
 
 def _serve(lives: Sequence[_Life]) -> None:
-    """Run them in a loop of this thread."""
+    """Run them in a loop of this thread. Whatever is raised has ended all of them."""
     if not lives:
         return
-    if asyncio._get_running_loop() is not None:
-        error = WorkerError("start() blocks, and here runs an event loop: say `await asyncio.to_thread(worker.start)`")
+    try:
+        if asyncio._get_running_loop() is not None:
+            raise WorkerError(
+                "start() blocks, and here runs an event loop: say `await asyncio.to_thread(worker.start)`"
+            )
+        _turn(lives)
+    except BaseException as error:
         for life in lives:
-            life.close()
-            life._worker._end(error)
-        raise error
+            life.fail(error)
+        raise
+
+
+def _turn(lives: Sequence[_Life]) -> None:
+    executor = concurrent.futures.ThreadPoolExecutor(4, _THREAD_PREFIX)
     loop = timing.new_event_loop()
-    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(4, _THREAD_PREFIX))
+    loop.set_default_executor(executor)
     try:
         with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
             loop.run_until_complete(_run_all(lives))
