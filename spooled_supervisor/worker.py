@@ -271,11 +271,13 @@ class SpooledWorker:
         with self._lock:
             self._life, self.error, self._stop_asked = None, error, False
             self._state = "stopped" if error is None else "error"
-        if error is not None:
-            self._callbacks.tell("error", we.WorkerErrored(self._worker_id, error))
-        else:
-            self._callbacks.tell("stopped", we.WorkerStopped(self._worker_id or "", reason, unsettled))
-        self._ended.set()
+        try:
+            if error is not None:
+                self._callbacks.tell("error", we.WorkerErrored(self._worker_id, error))
+            else:
+                self._callbacks.tell("stopped", we.WorkerStopped(self._worker_id or "", reason, unsettled))
+        finally:
+            self._ended.set()
 
 
 class _Life:
@@ -290,6 +292,7 @@ class _Life:
         self._unsettled = 0
         self._spent: NoCopyLeft | None = None
         self._supervisor: Supervisor | None = None
+        self.broken_by: BaseException | None = None  # what came out of the loop itself; the lives are cancelled then
         self.events = Events()
         self.teller = Teller(self.events, worker._callbacks)
         handler = _handler_of(worker)
@@ -351,8 +354,10 @@ class _Life:
         self._loop = asyncio.get_running_loop()
         try:
             await self._serve()
+            if self.broken_by is not None:
+                raise self.broken_by
         except BaseException as error:
-            self.fail(error)
+            self.fail(self.broken_by or error)
             raise
         self.close()
         worker._end(self._spent, self._reason or self._why, self._unsettled)
@@ -488,16 +493,34 @@ def _serve(lives: Sequence[_Life]) -> None:
 
 
 def _turn(lives: Sequence[_Life]) -> None:
+    """What comes out of the loop need not come from a life: a signal handler of the program's may raise anywhere."""
     executor = concurrent.futures.ThreadPoolExecutor(4, _THREAD_PREFIX)
     loop = timing.new_event_loop()
     loop.set_default_executor(executor)
     try:
         with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
-            loop.run_until_complete(_run_all(lives))
+            main = loop.create_task(_run_all(lives))
+            try:
+                loop.run_until_complete(main)
+            except BaseException as error:
+                for life in lives:
+                    life.broken_by = error
+                _unwind(loop, main)
+                raise
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         _wait_for_threads()
+
+
+def _unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
+    """Cancel the lives, which see their children dead, and then what is left (as asyncio.Runner does)."""
+    tasks = {main}
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        tasks = asyncio.all_tasks(loop)
 
 
 _THREAD_PREFIX = f"spooled-worker-{os.getpid()}"

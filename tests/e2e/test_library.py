@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Site
+from tests.support.daemon import wait_until
 from tests.support.program import Program, program
 
 pytestmark = pytest.mark.alone
@@ -464,6 +465,44 @@ def test_when_one_of_several_fails_the_others_stop_in_peace(programs: Programs) 
         "stopped another worker of the program has failed",
         "CredentialsRefused 77",
         "stopped error CredentialsRefused",
+    ]
+
+
+def test_what_a_signal_handler_of_the_program_raises_ends_the_workers_and_their_jobs(
+    programs: Programs, tmp_path: Path
+) -> None:
+    with programs.start(f"""
+        class TimeIsUp(KeyboardInterrupt): pass  # of another kind, asyncio logs and forgets it inside a callback
+        def limit(*_): raise TimeIsUp("now")
+        signal.signal(signal.SIGALRM, limit)
+        one, two = worker("one"), worker("two")
+        @one.process
+        def handler(ctx):
+            pathlib.Path({str(tmp_path / "runs")!r}).touch()
+            time.sleep(60)
+        two.process(lambda ctx: 1)
+        for w in (one, two):
+            w.on("error", lambda e: say("error", repr(e.error)))
+            w.on("stopped", lambda e: say("stopped", e.reason))
+        create(one, None)
+        try: run_workers(one, two)
+        except TimeIsUp as error: say("raised", error)
+        for w in (one, two): say(w.state, repr(w.error), w.join(0), w.active_job_count)
+        say("left", children_of_ours())
+        two.on("started", lambda e: two.stop())
+        two.start()
+    """) as running:
+        wait_until((tmp_path / "runs").exists, "a running job")
+        running.process.send_signal(signal.SIGALRM)
+        code, lines = running.wait()
+    assert code == 0
+    words = ("error", "raised", "stopped", "left")  # asyncio may have to say where in the loop it was raised
+    assert [line for line in lines if line.startswith(words)] == [
+        *["error TimeIsUp('now')"] * 2,
+        "raised now",
+        *["error TimeIsUp('now') True 0"] * 2,
+        "left []",
+        "stopped stop was called",
     ]
 
 
