@@ -562,6 +562,7 @@ class _Signals:
         if self._count > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            os._exit(128 + number)  # still here: the kernel spares PID 1 of a container the default action
         for life in self._lives:
             life.events.emit(ev.CommandReceived("signal", number.name, True))
             life.ask_to_stop(number.name, Phase.STOPPING if self._count > 1 else Phase.DRAINING)
