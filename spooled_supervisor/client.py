@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from spooled_supervisor import __version__, forkserver, options
 from spooled_supervisor.api import answers
 from spooled_supervisor.api.answers import Reading
 from spooled_supervisor.config import Secret
-from spooled_supervisor.errors import ApiUnavailable, ConfigError
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError
 from spooled_supervisor.timing import Backoff
 
 USER_AGENT = f"spooled-supervisor-client/{__version__}"
@@ -42,7 +42,10 @@ MAX_BULK = 100
 
 @dataclass(frozen=True, slots=True)
 class JobCreated:
-    """`created` is False if there was a job with this idempotency key already; `id` is that one's then."""
+    """`created` is False if there was a job with this idempotency key already; `id` is that one's then.
+
+    It may be one of the same call, if that had to be repeated.
+    """
 
     id: str
     created: bool
@@ -189,17 +192,34 @@ class SpooledClient:
         return self._key
 
     def call(
-        self, operation: str, method: str, path: str, *, body: Any = None, query: Any = None, is_safe: bool
+        self,
+        operation: str,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        query: Any = None,
+        is_safe: bool,
+        is_done: Callable[[ApiRefused], bool] | None = None,
     ) -> Any:
-        """One call: the decoded answer, None where it is empty. `is_safe`: it may be repeated after any failure."""
+        """One call: the decoded answer, None where it is empty. `is_safe`: it may be repeated after any failure.
+
+        `is_done`: whether the refusal of a repetition shows that an earlier try, whose answer was lost, did it.
+        """
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         pause = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
+        is_lost = False  # an answer: the service may have done it
         while True:
             try:
                 return self._send(operation, method, path, content, query)
+            except ApiRefused as error:
+                if is_lost and is_done is not None and is_done(error):
+                    return None
+                raise
             except ApiUnavailable as error:
                 if pause.failures >= self._retries or not (is_safe or error.rate_limited):
                     raise
+                is_lost = is_lost or not error.rate_limited
                 time.sleep(max(pause.next_delay(), min(error.retry_after_s or 0.0, RETRY_CAP_S)))
 
     def _send(self, operation: str, method: str, path: str, content: bytes | None, query: Any) -> Any:
@@ -271,7 +291,8 @@ class Jobs:
     ) -> JobCreated:
         """`POST /api/v1/jobs → 201, or 200` for a key that is known. What is None is left to the queue's settings.
 
-        Without an idempotency key a failure may leave a job behind: nobody can know, so it is not repeated.
+        Without an idempotency key a failure may leave a job behind: nobody can know, so it is not repeated. With one
+        it is, and then `created` may be False for a job of this very call, whose first answer was lost.
         """
         body = _without_none(
             queue_name=queue_name,
@@ -351,8 +372,16 @@ class Jobs:
         return JobStats(**{name: int(answer.get(name) or 0) for name in JobStats.__dataclass_fields__})
 
     def cancel(self, job_id: str) -> None:
-        """`DELETE /api/v1/jobs/{id} → 204`. Raises ApiRefused: 404, or 409 if it runs or is over."""
-        self._client.call("cancel_job", "DELETE", f"/jobs/{_segment(job_id)}", is_safe=True)
+        """`DELETE /api/v1/jobs/{id} → 204`. Raises ApiRefused: 404, or 409 if it runs or is over.
+
+        Where an answer was lost and the repetition finds the job cancelled or gone, that is a success.
+        """
+
+        def is_done(refused: ApiRefused) -> bool:  # by the status: the words of a 409 are not fixed
+            return refused.status == 404 or (refused.status == 409 and self.get(job_id).status == "cancelled")
+
+        path = f"/jobs/{_segment(job_id)}"
+        self._client.call("cancel_job", "DELETE", path, is_safe=True, is_done=is_done)
 
     def retry(self, job_id: str) -> JobInfo:
         """`POST /api/v1/jobs/{id}/retry → 200`: a dead or failed job is pending again, from its first run."""

@@ -1,4 +1,4 @@
-"""What a worker changes in the program that runs it, and puts back: subreaper, SIGCHLD, stop signals.
+"""What a worker changes in the program that runs it, and puts back: subreaper, SIGCHLD, stop signals; and its exit.
 
 Process-wide things, shared by all workers of the program. Signal handling can only be changed in the main thread
 (signal(7), Python's `signal`); a worker in another thread leaves it alone.
@@ -7,6 +7,7 @@ Process-wide things, shared by all workers of the program. Signal handling can o
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401 # registers its hook for the exit, and so before we register ours
 import contextlib
 import os
 import signal
@@ -23,6 +24,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _lock = threading.Lock()
 _adopting = 0  # how many need the program to be a subreaper
 _was_subreaper = False
+_serving: set[threading.Event] = set()
+"""What the end of the program waits for; each is set when a worker has ended."""
 
 
 def thread_count() -> int:
@@ -36,6 +39,38 @@ def has_one_thread() -> bool:
     while (count := thread_count()) > threading.active_count() == 1 and now() < give_up_at:
         time.sleep(0.001)
     return count == 1
+
+
+@contextlib.contextmanager
+def exit_waits() -> Iterator[None]:
+    """The end of the program waits until this is over. It may begin in one thread and end in another.
+
+    Python waits for threads at its end anyway, but before that it closes all executors, and a loop that turns on can
+    neither resolve a name nor write a file any more.
+    """
+    over = threading.Event()
+    _serving.add(over)
+    try:
+        yield
+    finally:
+        _serving.discard(over)
+        over.set()
+
+
+def _wait_for_workers() -> None:
+    """In the main thread, when that has nothing else to do; signal handlers of the program run meanwhile.
+
+    It does not join their threads: one of an executor ends only when that is closed, which comes after us.
+    """
+    while _serving:
+        for over in tuple(_serving):
+            over.wait()
+
+
+# Not public, but the only way to come before the hook of concurrent.futures (the last one registered is the first one
+# called); anyio takes it, too. `atexit` is later than both: https://bugs.python.org/issue39812.
+threading._register_atexit(_wait_for_workers)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_serving.clear)  # a fork has none of the threads, and would wait for ever
 
 
 @contextlib.contextmanager
@@ -92,3 +127,8 @@ def stop_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[signal.Si
 
 def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def is_waited_for() -> bool:
+    """Whether the program waits at its end for this thread, which is not the main one."""
+    return not is_main_thread() and not threading.current_thread().daemon

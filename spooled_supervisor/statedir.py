@@ -1,7 +1,7 @@
 """The state directory: one supervisor at a time, and what outlives it (its worker id).
 
-It is locked with flock(2), which the kernel lets go of when the process ends, however it ends. Local file systems
-only: a lock on a network file system may be known to this host alone.
+It is locked with flock(2), which the kernel lets go of when the process ends, however it ends, and with it the forks
+that it has made meanwhile. Local file systems only: a lock on a network file system may be known to this host alone.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class StateDir:
     ) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
+        # The lock goes with the last copy of the descriptor, and a program that has forked meanwhile has one more.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         os.close(self._lock_fd)
 
     def worker_id(self, hostname: str) -> str:

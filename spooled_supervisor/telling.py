@@ -66,7 +66,8 @@ class Teller:
         self._callbacks = callbacks
         self._held: dict[str, we.JobCompleted | we.JobFailed | None] = {}  # by job id: how it ended, once that is known
         self._results: dict[str, bytes] = {}
-        self.running: set[str] = set()  # ids of jobs; read from other threads
+        # Ids of jobs with their slots: one whose lease was lost may run twice for a moment. Read from other threads.
+        self.running: set[tuple[str, int | None]] = set()
         for kind, take in (
             (ev.JobClaimed, self._claimed),
             (ev.JobStarted, self._started),
@@ -83,7 +84,7 @@ class Teller:
 
     def on_over(self, run: Run, outcome: Outcome | None) -> None:
         """A run is over; its result, which no event carries, is kept if somebody wants it."""
-        self.running.discard(run.job.id)
+        self.running.discard((run.job.id, run.slot))
         if isinstance(outcome, Succeeded) and self._callbacks.wants("job:completed"):
             self._results[run.job.id] = outcome.result
 
@@ -92,7 +93,7 @@ class Teller:
         self._callbacks.tell("job:claimed", we.JobClaimed(event.job_id, event.queue_name, event.retry_count))
 
     def _started(self, event: ev.JobStarted) -> None:
-        self.running.add(event.job_id)
+        self.running.add((event.job_id, event.slot))
         self._callbacks.tell("job:started", we.JobStarted(event.job_id, event.queue_name, event.pid, event.wait_s))
 
     def _progressed(self, event: ev.JobProgressed) -> None:

@@ -271,11 +271,13 @@ class SpooledWorker:
         with self._lock:
             self._life, self.error, self._stop_asked = None, error, False
             self._state = "stopped" if error is None else "error"
-        if error is not None:
-            self._callbacks.tell("error", we.WorkerErrored(self._worker_id, error))
-        else:
-            self._callbacks.tell("stopped", we.WorkerStopped(self._worker_id or "", reason, unsettled))
-        self._ended.set()
+        try:
+            if error is not None:
+                self._callbacks.tell("error", we.WorkerErrored(self._worker_id, error))
+            else:
+                self._callbacks.tell("stopped", we.WorkerStopped(self._worker_id or "", reason, unsettled))
+        finally:
+            self._ended.set()
 
 
 class _Life:
@@ -290,6 +292,7 @@ class _Life:
         self._unsettled = 0
         self._spent: NoCopyLeft | None = None
         self._supervisor: Supervisor | None = None
+        self.broken_by: BaseException | None = None  # what came out of the loop itself; the lives are cancelled then
         self.events = Events()
         self.teller = Teller(self.events, worker._callbacks)
         handler = _handler_of(worker)
@@ -318,6 +321,14 @@ class _Life:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
+    def fail(self, error: BaseException) -> None:
+        """It ends with this error, which is logged and told; nothing if it has ended."""
+        if self._worker._life is not self:
+            return
+        self.close()
+        self._log_failure(error)
+        self._worker._end(error)
+
     # --- from any thread ---------------------------------------------------------------------------------------------
 
     def ask_to_stop(self, why: str, to: Phase = Phase.DRAINING) -> None:
@@ -343,10 +354,10 @@ class _Life:
         self._loop = asyncio.get_running_loop()
         try:
             await self._serve()
+            if self.broken_by is not None:
+                raise self.broken_by
         except BaseException as error:
-            self.close()
-            self._log_failure(error)
-            worker._end(error)
+            self.fail(self.broken_by or error)
             raise
         self.close()
         worker._end(self._spent, self._reason or self._why, self._unsettled)
@@ -423,19 +434,29 @@ def run_workers(*workers: SpooledWorker) -> None:
     They share a thread, and the signals if that is the main one; each has children of its own. If one of them fails,
     the others are stopped in peace, and then its error is raised.
     """
-    _serve(_prepare(workers))
+    with hosting.exit_waits() if hosting.is_waited_for() else contextlib.nullcontext():
+        _serve(_prepare(workers))
 
 
 def _start_in_background(worker: SpooledWorker) -> None:
     """Fork in this thread, if that may be; then serve in another one, which the program waits for at its end."""
     lives = _prepare([worker])
+    waited_for = contextlib.ExitStack()
 
     def serve() -> None:
-        with contextlib.suppress(Exception):  # it is logged, told by `error`, and kept in `worker.error`
+        with waited_for, contextlib.suppress(Exception):  # it is logged, told by `error`, and kept in `worker.error`
             _serve(lives)
 
-    worker._thread = threading.Thread(target=serve, name=f"spooled worker {worker.queue_name}")
-    worker._thread.start()
+    worker._thread = threading.Thread(target=serve, name=f"spooled worker {worker.queue_name}", daemon=False)
+    waited_for.enter_context(hosting.exit_waits())  # from now on: the program may end before the thread has begun
+    try:
+        worker._thread.start()
+    except BaseException as error:
+        waited_for.close()
+        worker._thread = None
+        for life in lives:
+            life.fail(error)
+        raise
 
 
 def _prepare(workers: Sequence[SpooledWorker]) -> list[_Life]:
@@ -456,24 +477,50 @@ def _prepare(workers: Sequence[SpooledWorker]) -> list[_Life]:
 
 
 def _serve(lives: Sequence[_Life]) -> None:
-    """Run them in a loop of this thread."""
+    """Run them in a loop of this thread. Whatever is raised has ended all of them."""
     if not lives:
         return
-    if asyncio._get_running_loop() is not None:
-        error = WorkerError("start() blocks, and here runs an event loop: say `await asyncio.to_thread(worker.start)`")
+    try:
+        if asyncio._get_running_loop() is not None:
+            raise WorkerError(
+                "start() blocks, and here runs an event loop: say `await asyncio.to_thread(worker.start)`"
+            )
+        _turn(lives)
+    except BaseException as error:
         for life in lives:
-            life.close()
-            life._worker._end(error)
-        raise error
+            life.fail(error)
+        raise
+
+
+def _turn(lives: Sequence[_Life]) -> None:
+    """What comes out of the loop need not come from a life: a signal handler of the program's may raise anywhere."""
+    executor = concurrent.futures.ThreadPoolExecutor(4, _THREAD_PREFIX)
     loop = timing.new_event_loop()
-    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(4, _THREAD_PREFIX))
+    loop.set_default_executor(executor)
     try:
         with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
-            loop.run_until_complete(_run_all(lives))
+            main = loop.create_task(_run_all(lives))
+            try:
+                loop.run_until_complete(main)
+            except BaseException as error:
+                for life in lives:
+                    life.broken_by = error
+                _unwind(loop, main)
+                raise
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         _wait_for_threads()
+
+
+def _unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
+    """Cancel the lives, which see their children dead, and then what is left (as asyncio.Runner does)."""
+    tasks = {main}
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        tasks = asyncio.all_tasks(loop)
 
 
 _THREAD_PREFIX = f"spooled-worker-{os.getpid()}"
@@ -515,6 +562,7 @@ class _Signals:
         if self._count > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            os._exit(128 + number)  # still here: the kernel spares PID 1 of a container the default action
         for life in self._lives:
             life.events.emit(ev.CommandReceived("signal", number.name, True))
             life.ask_to_stop(number.name, Phase.STOPPING if self._count > 1 else Phase.DRAINING)

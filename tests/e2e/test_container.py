@@ -21,6 +21,7 @@ import pytest
 
 from tests.e2e.conftest import Site
 from tests.support.daemon import Daemon, Ledger, command_line, environment, is_alive, state_of, wait_until
+from tests.support.program import program
 
 NOBODY = 65534
 MISSING = [name for name in ("unshare", "setpriv", "nsenter") if shutil.which(name) is None]
@@ -185,6 +186,41 @@ def test_pid_1_leaves_at_once_at_the_third_term(site: Site) -> None:
             site.server.process.send_signal(signal.SIGCONT)
         assert not any(map(is_alive, members))
         site.client.wait_for(job_id, "pending", "completed", "processing", "deadletter")
+
+
+def test_a_program_with_a_worker_that_is_pid_1_leaves_at_once_at_the_third_term(site: Site) -> None:
+    source = """
+        w = worker("q", shutdown_timeout=20)
+        @w.process
+        def handler(ctx):
+            ctx.progress(1)
+            time.sleep(60)
+        w.on("job:progress", lambda e: say("runs", os.getpid()))
+        class Log(logging.Handler):
+            def emit(self, record): say(record.getMessage())
+        log = logging.getLogger("spooled_supervisor")
+        log.setLevel(logging.INFO); log.addHandler(Log())
+        create(w, None)
+        w.start()
+    """
+    server = site.server
+    options = {"url": server.url, "api_key": server.api_key, "prefix": site.prefix}
+    with program(source, wrap=PID_NAMESPACE, **options) as running:
+        pid = wait_until(lambda: first_child(running.process.pid), "the first process of the namespace")
+        assert running.wait_for_line("runs") == "runs 1"
+        server.process.send_signal(signal.SIGSTOP)  # so that the second one has something to wait for
+        try:
+            os.kill(pid, signal.SIGTERM)
+            running.wait_for_line("phase_changed phase=draining")
+            os.kill(pid, signal.SIGTERM)
+            running.wait_for_line("phase_changed phase=stopping")
+            began = time.monotonic()
+            os.kill(pid, signal.SIGTERM)
+            code, _ = running.wait()
+            assert time.monotonic() - began < 2.0
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        assert code == 128 + signal.SIGTERM
 
 
 def test_pid_1_reaps_whom_nobody_else_does(site: Site) -> None:

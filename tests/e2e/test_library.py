@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Site
+from tests.support.daemon import wait_until
 from tests.support.program import Program, program
 
 pytestmark = pytest.mark.alone
@@ -282,6 +283,95 @@ def test_auto_start_forks_first_and_works_in_a_thread(programs: Programs) -> Non
     assert lines == ["idle", "42 running True", "True stopped", "again"]
 
 
+def test_a_worker_goes_on_when_the_main_thread_has_ended_and_a_stop_drains_it(programs: Programs) -> None:
+    with programs.start("""
+        w = worker("q", auto_start=True, shutdown_timeout=5)
+        signal.signal(signal.SIGTERM, lambda *_: w.stop())
+        w.on("error", lambda e: say("error", e.error))
+        w.on("job:completed", lambda e: say("completed", len(e.result)))
+        w.on("stopped", lambda e: say("stopped", e.reason, e.unsettled))
+        runs = threading.Event()
+        w.on("job:progress", lambda e: runs.set())
+        @w.process
+        def handler(ctx):
+            ctx.progress(1)
+            ctx.signal.wait(30)
+            return "x" * (128 << 10)  # so much that a helper thread of the loop writes it to the disk
+        create(w, None)
+        runs.wait()
+        threading._register_atexit(say, "main has ended")
+    """) as running:
+        running.wait_for_line("main has ended")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait() == (0, [f"completed {128 << 10}", "stopped stop was called 0"])
+
+
+@pytest.mark.parametrize("how", ["auto_start", "a thread", "an executor"])
+def test_a_worker_in_a_thread_works_though_the_main_thread_ends_at_once(
+    programs: Programs, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "handlers.py").write_text("def answer(ctx): return 42\n")
+    lines = programs.run(
+        f"""
+        import concurrent.futures
+        from handlers import answer
+        w = worker("q", auto_start={how == "auto_start"})
+        w.on("error", lambda e: say("error", e.error))
+        w.on("job:completed", lambda e: (say(e.result), w.stop()))
+        w.on("stopped", lambda e: say("stopped", e.unsettled))
+        create(w, None)
+        w.process(answer)
+        if {how == "a thread"}: threading.Thread(target=w.start).start()
+        if {how == "an executor"}: concurrent.futures.ThreadPoolExecutor().submit(w.start)
+        while w.state == "idle": time.sleep(0.001)
+        """,
+        tmp_path,
+    )
+    assert lines == ["42", "stopped 0"]
+
+
+def test_a_fork_of_a_program_with_a_worker_does_not_wait_for_it_at_its_end(programs: Programs) -> None:
+    lines = programs.run("""
+        w = worker("q", auto_start=True)
+        started = threading.Event()
+        w.on("started", lambda e: started.set())
+        w.process(lambda ctx: 1)
+        started.wait()
+        pid = os.fork()
+        if pid == 0:
+            threading._shutdown()  # as multiprocessing does
+            os._exit(7)
+        say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        w.stop()
+    """)
+    assert lines == ["7"]
+
+
+def test_what_fails_before_the_loop_turns_is_told_and_a_later_start_works(programs: Programs) -> None:
+    lines = programs.run("""
+        from spooled_supervisor import timing
+        class Log(logging.Handler):
+            def emit(self, record): say("log", record.getMessage().partition("has failed")[2])
+        logging.getLogger("spooled_supervisor").addHandler(Log(logging.ERROR))
+        make = timing.new_event_loop
+        def full(): raise OSError(24, "Too many open files")
+        timing.new_event_loop = full
+        w = worker("q", auto_start=True)
+        w.on("error", lambda e: say("error", e.error))
+        w.process(lambda ctx: 1)
+        say(w.join(20), w.state, w.error, children_of_ours())
+        try: w.start()
+        except OSError as error: say("raised", error)
+        timing.new_event_loop = make
+        w.on("started", lambda e: w.stop())
+        w.start()
+        say(w.state)
+    """)
+    told = ["log : [Errno 24] Too many open files", "error [Errno 24] Too many open files"]
+    ended = "True error [Errno 24] Too many open files []"
+    assert lines == [*told, ended, *told, "raised [Errno 24] Too many open files", "stopped"]
+
+
 def test_stop_before_start_makes_start_return_at_once_and_only_once(programs: Programs) -> None:
     lines = programs.run("""
         w = worker("q")
@@ -375,6 +465,44 @@ def test_when_one_of_several_fails_the_others_stop_in_peace(programs: Programs) 
         "stopped another worker of the program has failed",
         "CredentialsRefused 77",
         "stopped error CredentialsRefused",
+    ]
+
+
+def test_what_a_signal_handler_of_the_program_raises_ends_the_workers_and_their_jobs(
+    programs: Programs, tmp_path: Path
+) -> None:
+    with programs.start(f"""
+        class TimeIsUp(KeyboardInterrupt): pass  # of another kind, asyncio logs and forgets it inside a callback
+        def limit(*_): raise TimeIsUp("now")
+        signal.signal(signal.SIGALRM, limit)
+        one, two = worker("one"), worker("two")
+        @one.process
+        def handler(ctx):
+            pathlib.Path({str(tmp_path / "runs")!r}).touch()
+            time.sleep(60)
+        two.process(lambda ctx: 1)
+        for w in (one, two):
+            w.on("error", lambda e: say("error", repr(e.error)))
+            w.on("stopped", lambda e: say("stopped", e.reason))
+        create(one, None)
+        try: run_workers(one, two)
+        except TimeIsUp as error: say("raised", error)
+        for w in (one, two): say(w.state, repr(w.error), w.join(0), w.active_job_count)
+        say("left", children_of_ours())
+        two.on("started", lambda e: two.stop())
+        two.start()
+    """) as running:
+        wait_until((tmp_path / "runs").exists, "a running job")
+        running.process.send_signal(signal.SIGALRM)
+        code, lines = running.wait()
+    assert code == 0
+    words = ("error", "raised", "stopped", "left")  # asyncio may have to say where in the loop it was raised
+    assert [line for line in lines if line.startswith(words)] == [
+        *["error TimeIsUp('now')"] * 2,
+        "raised now",
+        *["error TimeIsUp('now') True 0"] * 2,
+        "left []",
+        "stopped stop was called",
     ]
 
 

@@ -87,16 +87,25 @@ class Program:
 
 @contextlib.contextmanager
 def program(
-    source: str | Path, *, url: str, api_key: str, prefix: str = "", path: Sequence[str | Path] = (), stdin: str = ""
+    source: str | Path,
+    *,
+    url: str,
+    api_key: str,
+    prefix: str = "",
+    path: Sequence[str | Path] = (),
+    wrap: Sequence[str] = (),
 ) -> Iterator[Program]:
-    """Run Python text after a prelude, or a file as it is. At the end it is gone, and so is all of its family."""
+    """Run Python text after a prelude, or a file as it is. At the end it is gone, and so is all of its family.
+
+    `wrap`: a command in front of the interpreter, which is the process then.
+    """
     tag = uuid.uuid4().hex
     if isinstance(source, Path):
         line = ["-W", "error", "-W", "ignore::ResourceWarning", str(source)]  # an example need not close its client
     else:
         line = ["-W", "error", "-c", PRELUDE + textwrap.dedent(source)]
     process = subprocess.Popen(
-        [sys.executable, *line],
+        [*wrap, sys.executable, *line],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

@@ -300,6 +300,32 @@ def test_a_plan_quota_is_no_rate_limit(made: Make) -> None:
     assert len(service.requests) == 1
 
 
+@pytest.mark.parametrize("lost", [answer(502), httpx.ReadTimeout("late")])
+def test_a_cancel_whose_answer_was_lost_has_succeeded_if_the_job_is_cancelled_or_gone(made: Make, lost: Answer) -> None:
+    client, service = made(lost, refusal(409, "CONFLICT"), answer(200, {**JOB, "status": "cancelled"}))
+    client.jobs.cancel("j1")
+    assert [request.method for request in service.requests] == ["DELETE", "DELETE", "GET"]
+    client, _ = made(lost, refusal(404, "NOT_FOUND"))
+    client.jobs.cancel("j1")
+
+
+def test_a_cancel_of_a_job_that_runs_is_refused_after_a_repetition_too(made: Make) -> None:
+    client, _ = made(answer(502), refusal(409, "CONFLICT"), answer(200, {**JOB, "status": "processing"}))
+    with pytest.raises(ApiRefused, match="409"):
+        client.jobs.cancel("j1")
+    client, _ = made(answer(502), refusal(401, "UNAUTHORIZED"))
+    with pytest.raises(CredentialsRefused):
+        client.jobs.cancel("j1")
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_cancel_that_was_not_lost_is_refused(made: Make, status: int) -> None:
+    client, service = made(refusal(429, "RATE_LIMIT_EXCEEDED", retry_after="0"), refusal(status, "CONFLICT"))
+    with pytest.raises(ApiRefused, match=str(status)):
+        client.jobs.cancel("j1")
+    assert len(service.requests) == 2
+
+
 def test_after_a_fork_and_after_a_close_connections_are_new(made: Make) -> None:
     client, _ = made(answer(200, {"total": 1}))
     client.jobs.stats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_what_a_dead_supervisor_has_left_in_the_lock_does_not_matter(tmp_path: P
 def test_a_program_that_is_started_does_not_inherit_the_lock(tmp_path: Path) -> None:
     with StateDir(tmp_path) as state:
         assert not os.get_inheritable(state._lock_fd)
+
+
+def test_a_fork_of_the_program_does_not_keep_the_lock(tmp_path: Path) -> None:
+    with StateDir(tmp_path):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+    try:
+        with StateDir(tmp_path):
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_a_path_that_cannot_be_a_directory_is_a_configuration_error(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from spooled_supervisor import SpooledClient, SpooledWorker, forkserver, hosting, kernel, run_workers, worker
 from spooled_supervisor import events as ev
 from spooled_supervisor import workerevents as we
+from spooled_supervisor.childlink import Run
 from spooled_supervisor.errors import ConfigError
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import MARKER, Kin
@@ -258,13 +259,19 @@ class Told:
         self.events.emit(ev.OutcomeSettled("j", "q", status, False, 1))
 
 
+def run_in_slot(slot: int) -> Run:
+    run = make_run(job=make_job("j"))
+    run.slot = slot
+    return run
+
+
 def test_a_success_is_told_when_the_service_knows_it_with_its_result() -> None:
     told = Told()
     told.claim()
     told.events.emit(ev.JobStarted("j", "q", 0, 4711, 0.5))
     told.events.emit(ev.JobProgressed("j", "q", 0, 50.0, "half"))
-    assert told.teller.running == {"j"}
-    told.teller.on_over(make_run(job=make_job("j")), Succeeded(b'{"n":1}'))
+    assert told.teller.running == {("j", 0)}
+    told.teller.on_over(run_in_slot(0), Succeeded(b'{"n":1}'))
     assert told.teller.running == set()
     told.events.emit(ev.JobCompleted("j", "q", 0, 1.5, 7))
     assert told.heard == [we.JobStarted("j", "q", 4711, 0.5), we.JobProgress("j", "q", 50.0, "half")]
@@ -272,6 +279,19 @@ def test_a_success_is_told_when_the_service_knows_it_with_its_result() -> None:
     assert told.heard[2:] == [we.JobCompleted("j", "q", {"n": 1}, 1.5)]
     told.settle("completed")
     assert len(told.heard) == 3
+
+
+def test_a_job_that_runs_twice_for_a_moment_counts_until_its_second_run_is_over() -> None:
+    """Its lease was lost, and it was claimed again before the first run was seen dead."""
+    told = Told()
+    for slot in (0, 1):
+        told.claim()
+        told.events.emit(ev.JobStarted("j", "q", slot, 4711 + slot, 0.5))
+    assert len(told.teller.running) == 2
+    told.teller.on_over(run_in_slot(0), None)
+    assert told.teller.running == {("j", 1)}
+    told.teller.on_over(run_in_slot(1), Succeeded(b"1"))
+    assert told.teller.running == set()
 
 
 def test_a_failure_is_told_when_the_service_knows_it() -> None:
