@@ -29,7 +29,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -57,6 +57,8 @@ from spooled_supervisor.telemetry.systemd import Notifier
 from spooled_supervisor.telling import Callback, Callbacks, Teller
 
 F = TypeVar("F", bound=Callable[..., Any])
+HELPERS = 4
+"""Threads of a loop: for the disk and name servers, which are slow one at a time."""
 THREADS_END_S = 1.0
 """How long the loop's helper threads may take to end after it; one that asks a name server is left to itself."""
 
@@ -434,8 +436,8 @@ def run_workers(*workers: SpooledWorker) -> None:
     They share a thread, and the signals if that is the main one; each has children of its own. If one of them fails,
     the others are stopped in peace, and then its error is raised.
     """
-    with hosting.exit_waits() if hosting.is_waited_for() else contextlib.nullcontext():
-        _serve(_prepare(workers))
+    with _outlasting_the_main_thread() if hosting.is_waited_for() else contextlib.nullcontext() as helpers:
+        _serve(_prepare(workers), helpers)
 
 
 def _start_in_background(worker: SpooledWorker) -> None:
@@ -445,11 +447,11 @@ def _start_in_background(worker: SpooledWorker) -> None:
 
     def serve() -> None:
         with waited_for, contextlib.suppress(Exception):  # it is logged, told by `error`, and kept in `worker.error`
-            _serve(lives)
+            _serve(lives, helpers)
 
     worker._thread = threading.Thread(target=serve, name=f"spooled worker {worker.queue_name}", daemon=False)
-    waited_for.enter_context(hosting.exit_waits())  # from now on: the program may end before the thread has begun
     try:
+        helpers = waited_for.enter_context(_outlasting_the_main_thread())  # which may end before the thread has begun
         worker._thread.start()
     except BaseException as error:
         waited_for.close()
@@ -476,7 +478,7 @@ def _prepare(workers: Sequence[SpooledWorker]) -> list[_Life]:
     return lives
 
 
-def _serve(lives: Sequence[_Life]) -> None:
+def _serve(lives: Sequence[_Life], helpers: _Helpers | None = None) -> None:
     """Run them in a loop of this thread. Whatever is raised has ended all of them."""
     if not lives:
         return
@@ -485,18 +487,17 @@ def _serve(lives: Sequence[_Life]) -> None:
             raise WorkerError(
                 "start() blocks, and here runs an event loop: say `await asyncio.to_thread(worker.start)`"
             )
-        _turn(lives)
+        _turn(lives, helpers or _Helpers())
     except BaseException as error:
         for life in lives:
             life.fail(error)
         raise
 
 
-def _turn(lives: Sequence[_Life]) -> None:
+def _turn(lives: Sequence[_Life], helpers: _Helpers) -> None:
     """What comes out of the loop need not come from a life: a signal handler of the program's may raise anywhere."""
-    executor = concurrent.futures.ThreadPoolExecutor(4, _THREAD_PREFIX)
     loop = timing.new_event_loop()
-    loop.set_default_executor(executor)
+    loop.set_default_executor(helpers)
     try:
         with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
             main = loop.create_task(_run_all(lives))
@@ -510,7 +511,25 @@ def _turn(lives: Sequence[_Life]) -> None:
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
-        _wait_for_threads()
+        helpers.end()
+
+
+@contextlib.contextmanager
+def _outlasting_the_main_thread() -> Iterator[_Helpers]:
+    """For another thread: the end of the program waits, and the helpers of the loop are all there from the beginning.
+
+    Python 3.12 begins no thread any more when the main one has ended.
+    """
+    with hosting.exit_waits():
+        helpers = _Helpers()
+        meeting = threading.Barrier(HELPERS)
+        try:
+            for _ in range(HELPERS):
+                helpers.submit(meeting.wait)  # nobody is idle before the last one has come, so each gets a thread
+            yield helpers
+        finally:
+            meeting.abort()  # nobody waits there but in a program that has no room for so many
+            helpers.end()
 
 
 def _unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
@@ -523,14 +542,19 @@ def _unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
         tasks = asyncio.all_tasks(loop)
 
 
-_THREAD_PREFIX = f"spooled-worker-{os.getpid()}"
+class _Helpers(concurrent.futures.ThreadPoolExecutor):
+    """The threads of one loop."""
 
+    def __init__(self) -> None:
+        self._all: list[threading.Thread] = []
+        note = self._all.append
+        super().__init__(HELPERS, "spooled-worker", initializer=lambda: note(threading.current_thread()))
 
-def _wait_for_threads() -> None:
-    """So that a program that had one thread has one again, and can be forked by the next start."""
-    give_up_at = timing.now() + THREADS_END_S
-    for thread in threading.enumerate():
-        if thread.name.startswith(_THREAD_PREFIX):
+    def end(self) -> None:
+        """See them end, so that a program that had one thread has one again, and can be forked by the next start."""
+        self.shutdown(wait=False)
+        give_up_at = timing.now() + THREADS_END_S
+        for thread in self._all:
             thread.join(max(0.0, give_up_at - timing.now()))
 
 
