@@ -185,6 +185,7 @@ class Child:
             faulthandler.unregister(of_ours)  # else it believes that it is in place, whatever a handler has put there
         kernel.set_handler(ABORT_SIGNAL, self._on_abort_signal)
         self._register_dumps()
+        kernel.widen_signal_stack()
         kernel.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _register_dumps(self) -> None:

@@ -101,6 +101,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     _make_room_for_descriptors(config.pool.procs)
     faulthandler.enable(2)  # the watchdog's SIGABRT leaves a traceback; by number, as sys.stderr may be None
+    kernel.widen_signal_stack()
     kernel.set_child_subreaper(True)
     notifier = Notifier.take(os.environ)
     os.environ.pop("SPOOLED_API_KEY", None)

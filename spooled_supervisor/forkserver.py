@@ -236,6 +236,7 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
     child.install_logging(settings.log_level)
     make_streams_plain()
     _install_signals()  # again: the app may have changed them, and children find them as they are here
+    kernel.widen_signal_stack()  # the app may have enabled faulthandler
     unborn = child.Child(app, settings)
     gc.collect()
     gc.freeze()

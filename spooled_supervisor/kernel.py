@@ -9,6 +9,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found] # it has no stubs
 import ctypes
 import fcntl
+import mmap
 import os
 from collections.abc import Callable, Iterable
 
@@ -82,6 +83,31 @@ def move_high(fd: int) -> int:
     high = duplicate_high(fd)
     os.close(fd)
     return high
+
+
+SIGNAL_STACK_BYTES = 256 * 1024
+
+
+class _SignalStack(ctypes.Structure):
+    """`stack_t` of sigaltstack(2)."""
+
+    _fields_ = (("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+_stack_memory = mmap.mmap(-1, SIGNAL_STACK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # nothing until it is used
+
+
+def widen_signal_stack() -> None:
+    """Room for all signals at once, for this thread: six together, as to a process that was stopped, killed it.
+
+    Python's handlers run on the alternate stack, if there is one (PyOS_setsig), and faulthandler makes one of some 11
+    kB when it is first used. The kernel puts a frame of 2 to 4 kB there for each signal that is pending, and where the
+    next one finds no room that is a SIGSEGV (sigaltstack(2)). Call it after faulthandler has made its own.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(_stack_memory))
+    if _libc.sigaltstack(ctypes.byref(_SignalStack(address, 0, SIGNAL_STACK_BYTES)), None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), "sigaltstack")
 
 
 def _load_title_setter() -> Callable[[str], None]:

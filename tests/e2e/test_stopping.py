@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spooled_supervisor.child import STACK_SIGNAL
 from tests.e2e.conftest import STUB_KEY, Site, stub_worker
 from tests.support.daemon import Daemon, daemon, is_alive, processes_of, wait_until
 from tests.support.stub_api import Reply, StubApi
@@ -409,6 +410,26 @@ def test_other_signals_to_every_process_of_the_unit_disturb_nobody(site: Site, n
             os.kill(pid, number)
         assert site.end(job_id)["status"] == "completed"
         site.check_slots(worker, 1 if number == signal.SIGTTOU else 2)  # TTOU takes one child away
+
+
+@pytest.mark.parametrize("whose", ["child", "supervisor"])
+def test_many_signals_at_once_hurt_nobody(site: Site, whose: str) -> None:
+    """To who was stopped all come together, each with a frame on the stack of signals."""
+    with site.worker() as worker:
+        job_id = site.add("spin", seconds=0.7)
+        (start,) = worker.ledger.wait_for("start", job=job_id)
+        pid = start["pid"] if whose == "child" else worker.pid
+        if whose == "child":
+            numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, STACK_SIGNAL]
+        else:
+            numbers = [signal.SIGUSR1, signal.SIGHUP, signal.SIGTTIN, signal.SIGCHLD, signal.SIGTERM]
+        os.kill(pid, signal.SIGSTOP)
+        for number in numbers:
+            os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        assert site.end(job_id)["status"] == "completed"
+        if whose == "supervisor":
+            assert worker.wait() == 0
 
 
 def test_ctrl_c_in_a_terminal_drains(site: Site) -> None:
