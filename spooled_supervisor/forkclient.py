@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from spooled_supervisor import events as ev
 from spooled_supervisor import exits, frames
-from spooled_supervisor.errors import AppError, ProtocolError, SupervisorError
+from spooled_supervisor.errors import EX_CONFIG, EX_FAILURE, AppError, ProtocolError, SupervisorError
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import MARKER
 from spooled_supervisor.forkserver import receive_packet, send_packet
@@ -466,7 +466,10 @@ class ForkServerKeeper:
             raise AppError(f"app {app!r}: importing it took longer than --boot-timeout {limit:g} s") from None
         except ForkServerGone as gone:
             output.drain()
-            raise AppError(f"app {app!r}: {gone} while it was imported\n{output.tail}".rstrip()) from None
+            # For want of memory perhaps: unlike an app that is wrong, that is worth a restart.
+            code = EX_FAILURE if "SIGKILL" in str(gone) else EX_CONFIG
+            text = f"app {app!r}: {gone} while it was imported\n{output.tail}".rstrip()
+            raise AppError(text, exit_code=code) from None
 
     async def _keep(self) -> None:
         """Wait for the end of the current one, start the next; as long as there is one."""

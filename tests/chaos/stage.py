@@ -134,6 +134,7 @@ class Stage:
         self.daemons: list[Daemon] = []
         self.child_kills = 0
         self._draining: Daemon | None = None
+        self._without_fork_server: Daemon | None = None
         self._stopped: set[int] = set()
         self._start()
 
@@ -171,6 +172,8 @@ class Stage:
             allowed += [0, 1]
         if self.disk.is_full and not (self.state_dir / "worker-id").exists():
             allowed += [CONFIG_EXIT]  # it has never started
+        if self.daemon is self._without_fork_server and not self.daemon.events("fork_server_ready"):
+            allowed += [1]  # its import was killed
         assert code in allowed, f"the daemon ended by itself, with {code}:\n{self.daemon.tail()}"
         self._start()
 
@@ -202,6 +205,7 @@ class Stage:
         self._strike("spooled-supervisor: child", signal.SIGSTOP, number)
 
     def kill_fork_server(self) -> None:
+        self._without_fork_server = self.daemon
         self._strike("spooled-supervisor: fork server", signal.SIGKILL, 0)
 
     def kill_supervisor(self) -> None:
