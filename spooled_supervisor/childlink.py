@@ -181,7 +181,7 @@ class ChildLink:
 
     # --- from the child ------------------------------------------------------------------------------------------
 
-    def rest(self) -> None:
+    def ignore(self) -> None:
         """Do not be woken by its reports until `listen`: what it says meanwhile waits in the pipe."""
         if self._reads:
             self._loop.remove_reader(self._born.reports_fd)

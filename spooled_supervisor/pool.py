@@ -90,7 +90,7 @@ class Pool:
         self._is_replacing = True  # children that are missing are started
         self._forks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._resting: list[ChildLink] = []  # their reports are read when the answers are handed on
+        self._ignored: list[ChildLink] = []  # their reports are read when the answers are handed on
         self._answered: list[Run] = []  # their outcomes are known and not handed on yet
         self._tell_timer: asyncio.TimerHandle | None = None
         self._oom = OomCounter()
@@ -337,7 +337,7 @@ class Pool:
 
     def _on_timer(self) -> None:
         self._timer = None
-        for child in tuple(self._resting):  # after a stop of ours their time may seem to be over
+        for child in tuple(self._ignored):  # after a stop of ours their time may seem to be over
             child.look()
         self.turn()
 
@@ -390,8 +390,8 @@ class Pool:
             self._ask_to_leave(child, "scale")
         self.turn()
 
-    def _give(self, child: ChildLink, run: Run, *, is_quiet: bool = False) -> None:
-        """The child counts as busy before the frame is written. `is_quiet`: all that it has printed is taken."""
+    def _give(self, child: ChildLink, run: Run, *, is_output_taken: bool = False) -> None:
+        """The child counts as busy before the frame is written. `is_output_taken`: up to now."""
         self._waiting.remove(run)
         run.given_at = now()
         run.times_given += 1
@@ -400,7 +400,7 @@ class Pool:
             run.base_memory_bytes = rss_private(child.pid)  # what earlier jobs have left there is not its fault
         if child.cgroup is not None:
             self._cgroups.begin_job(child.cgroup)
-        if not is_quiet:
+        if not is_output_taken:
             child.output.begin()  # what was said before is not this job's
         child.run = run
         child.advance(ChildEvent.WAS_GIVEN_JOB, run.given_at + START_LIMIT_S)
@@ -549,7 +549,8 @@ class Pool:
         run.started_at = run.believable_start(at, now())
         # Told to stop by a drain before we knew of its start: its own limit counts all the same.
         is_only_asked = child.state is ChildState.ABORTING and run.abort_reason == "shutdown"
-        if child.state is ChildState.BUSY or is_only_asked:
+        has_no_other_end = child.deadline == run.given_at + START_LIMIT_S
+        if child.state is ChildState.BUSY or (is_only_asked and has_no_other_end):
             child.deadline = run.started_at + run.timeout_s
             self._arm(child.deadline)
         job = run.job
@@ -577,8 +578,8 @@ class Pool:
         self._answered.append(run)
         if self._gives_next(child):
             if run.ended_at - run.started_at >= LONG_JOB_S:
-                child.rest()
-                self._resting.append(child)
+                child.ignore()
+                self._ignored.append(child)
         else:
             self.turn()
         if child.run is None:
@@ -596,7 +597,7 @@ class Pool:
         run = self._waiting[0]
         if run.is_isolated or now() >= run.lease.abort_at:
             return False
-        self._give(child, run, is_quiet=True)
+        self._give(child, run, is_output_taken=True)
         self._arm(child.deadline or math.inf)
         return True
 
@@ -610,8 +611,8 @@ class Pool:
             self._tell_timer.cancel()
             self._tell_timer = None
         answered, self._answered = self._answered, []
-        resting, self._resting = self._resting, []
-        for child in resting:
+        ignored, self._ignored = self._ignored, []
+        for child in ignored:
             child.listen()
         for run in answered:
             self._over(run)

@@ -50,6 +50,7 @@ class Troubles:
         self._failures.pop(operation, None)
         self._reasons.pop(operation, None)
         self._fresh_until.pop(operation, None)
+        self._optional.discard(operation)
 
     @property
     def reasons(self) -> list[str]:

@@ -34,8 +34,7 @@ from spooled_supervisor.proto import spooled_pb2 as pb
 from spooled_supervisor.proto.salvage import Undecodable
 
 NO_JOBS = "NO_JOBS"
-UNAUTHENTICATED = 401
-"""As `grpc_answers` puts it."""
+UNAUTHENTICATED = "UNAUTHENTICATED"
 CLOSED = "the stream to the service was closed"
 STALLED_S = 2.0
 """A request that had so much time and got no answer tells of a stream that hangs, if nothing else was answered."""
@@ -248,7 +247,7 @@ class GrpcProcessApi(GrpcApi):
             if kind == "error":
                 failure = grpc_answers.facts(response.error.code, response.error.message, secret=self._secret)
                 status = "200" if failure.code == NO_JOBS else str(failure.status)
-                if failure.status == UNAUTHENTICATED:
+                if failure.code == UNAUTHENTICATED:
                     link.forget_key()
                 return Received(None, failure, started_at)
             if kind != _EXPECTED[operation]:
