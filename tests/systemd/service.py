@@ -27,6 +27,23 @@ GATES = "/run/bed"
 Entry = dict[str, Any]
 
 
+MAX_EXPOSURE = 15
+"""1.5, as `systemd-analyze security` shows it."""
+
+
+def check_file(bed: Bed) -> None:
+    """systemd has nothing to say about the unit that is installed, with its drop-ins."""
+    checked = bed.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}")
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def check_exposure(bed: Bed) -> None:
+    """It is at most MAX_EXPOSURE."""
+    line = ("security", "--offline=true", f"--threshold={MAX_EXPOSURE}", f"/etc/systemd/system/{UNIT}")
+    rated = bed.run("systemd-analyze", *line)
+    assert rated.returncode == 0, rated.stdout
+
+
 class Journal:
     """What the journal has of the unit: the daemon's lines, and what systemd says of it.
 
