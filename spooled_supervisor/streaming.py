@@ -22,7 +22,8 @@ renewal on receipt makes it a full one. To search for it, all jobs of the queue 
 to be read one by one, as lists do not say who holds them: no.
 
 After a lease that was lost, and when an outcome cannot be delivered for a while, the stream is opened anew: for the
-server its job is still out.
+server its job is still out. So is one that has been silent for STALE_S: an empty queue looks no different from a stream
+whose far end has died behind a proxy, and that one would keep its place without work for ever.
 
 An older server leases jobs ahead of what is taken, and closing loses those. Once such a job is over when it is taken,
 the queue is asked by Dequeue. So are several queues, always: a stream waits at one queue, and its place would stand
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Awaitable
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
@@ -57,6 +59,8 @@ BACKLOG = 2
 SETTLING_PATIENCE_S = 1.0
 PUSHED_LEASE_S = 10
 """What streams ask for: enough for a job to reach us and to be renewed, and soon over if it never does."""
+STALE_S = 600.0
+"""Seldom enough that no job is likely to be on its way just then."""
 SURPLUS_S = 5.0
 """A place that is gone for a moment (its child is being replaced) keeps its stream; a job that comes waits for it."""
 RENEW_TIMEOUT_S = 10.0
@@ -107,6 +111,7 @@ class Stream:
     queue: ClaimedQueue
     opened_at: float
     asked_at: float  # since then the server may send a job
+    patience_s: float = dataclasses.field(default_factory=lambda: STALE_S * random.uniform(0.5, 1.0))
     stage: Stage = Stage.OPEN
     key: Key | None = None  # of the job that is held
     closes_at: float | None = None  # set once, by the streamer: then it ends, unless it has a job in hand
@@ -157,6 +162,7 @@ class Streamer(Claimer):
             self._close(*self._tasks)
             return
         self._note_success(queue, at)
+        self._close(*(stream for stream in self._tasks if _is_stale(stream, at)))
         self._close_spare()
         missing = self._wanted(queue, self._pool.places(self._config.prefetch), at) - sum(
             map(self._reserves, self._tasks)
@@ -347,3 +353,7 @@ class Streamer(Claimer):
     def _on_settled(self, _event: Event) -> None:
         for stream in self._tasks:
             stream.stirred.set()
+
+
+def _is_stale(stream: Stream, at: float) -> bool:
+    return stream.stage is Stage.OPEN and at - stream.asked_at >= stream.patience_s

@@ -6,7 +6,8 @@
 All calls of a daemon share one connection, so a reset of one is the end of all. Errors are the statuses that mean the
 same, in ProcessJobs in band where the service has them so; `garbage` is no HTTP/2, `not_json` no message of this type.
 In StreamJobs each job that is pushed is a claim of its own: it is leased by then, and a fault that never asks the
-server loses it.
+server loses it. A stream has no deadline, so one that hangs ends when the fault does, as with a server that is started
+again; calls that hang run into theirs.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ IN_BAND = {"error_500": "INTERNAL", "limited": "RATE_LIMIT_EXCEEDED"}
 UNREADABLE = b"\xff" * 8
 """No message of protobuf: a field that does not exist, of a kind that does not exist."""
 TRICKLES_FOR_S = 1.0
+MENDED_WITHIN_S = 0.05
 
 Key = tuple[tuple[str, str], ...]
 
@@ -75,11 +77,11 @@ class GrpcFaultProxy(GrpcFront):
 
     async def stream(self, method: str, request: bytes, context: Context) -> AsyncIterator[bytes]:
         call: Any = self._channel.unary_stream(method)
-        opened = await self._met("claim", method, request, context, _nothing)
+        opened = await self._met("claim", method, request, context, _nothing, has_deadline=False)
         if opened:
             yield opened  # unreadable
         async for message in call(request, metadata=_key(context)):
-            yield await self._met("claim", method, request, context, partial(_same, message))
+            yield await self._met("claim", method, request, context, partial(_same, message), has_deadline=False)
 
     async def process(self, method: str, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         call: Any = self._channel.stream_stream(method)(metadata=_key(context))
@@ -103,6 +105,7 @@ class GrpcFaultProxy(GrpcFront):
         ask: Callable[[], Awaitable[bytes]],
         *,
         is_in_band: bool = False,
+        has_deadline: bool = True,
     ) -> bytes:
         """The answer, or what becomes of it."""
         fault = self._faults.choose(operation)
@@ -115,8 +118,11 @@ class GrpcFaultProxy(GrpcFront):
             case "garbage":
                 self.relay.spoil()
                 await asyncio.sleep(HANG_S)
-            case "hang":
+            case "hang" if has_deadline:
                 await asyncio.sleep(HANG_S)
+            case "hang":
+                await self._mended()
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "it hung")
             case "slow":
                 await asyncio.sleep(SLOW_S)
             case "trickle":
@@ -131,6 +137,10 @@ class GrpcFaultProxy(GrpcFront):
                 hint = (("retry-after", "1"),) if fault == "limited" else ()
                 await context.abort(STATUSES[fault], "no", hint)
         return answer
+
+    async def _mended(self) -> None:
+        while self._faults.is_any:  # noqa: ASYNC110 - changed by another thread, which knows no loop
+            await asyncio.sleep(MENDED_WITHIN_S)
 
 
 class _Everything(grpc.GenericRpcHandler):

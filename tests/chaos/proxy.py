@@ -126,6 +126,12 @@ class Faults:
         with self._lock:
             return self._fault == ("down", None)
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is wrong at all."""
+        with self._lock:
+            return bool(self._fault[0]) and self._left != 0
+
     def note(self, operation: str, path: str, body: bytes, fault: str, status: int | None) -> None:
         self.passed.append(Passed(time.monotonic(), operation, path, body, fault, status))
 

@@ -186,6 +186,23 @@ def test_there_is_a_stream_for_each_place(clock: FakeClock) -> None:
     assert desk.server.open == 0, "all are closed in the end"
 
 
+def test_a_stream_that_was_silent_for_long_is_opened_anew(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = iter((0.5, 1.0, 1.0))
+    monkeypatch.setattr("random.uniform", lambda low, high: next(parts))
+    desk, seen = Desk(clock, idle=2), list[int]()
+    begun, half_s = clock(), streaming.STALE_S / 2
+    desk.run(2 * half_s - 1.0, (half_s - 1.0, looked(desk, seen)), (half_s + 1.0, looked(desk, seen)))
+    assert [at - begun for at in desk.server.opened] == [0.0, 0.0, half_s], "one of two: not all at the same time"
+    assert seen == [2, 2]
+    assert not desk.recorded.of(ApiTroubled)
+
+
+def test_a_stream_whose_job_takes_long_is_not_stale(clock: FakeClock) -> None:
+    desk = Desk(clock, idle=1)
+    desk.run(2 * streaming.STALE_S, (1.0, lambda: desk.server.push(job(1))))
+    assert len(desk.server.opened) == 1
+
+
 def test_a_cap_bounds_the_streams(clock: FakeClock) -> None:
     desk, seen = Desk(clock, QueueConfig("emails", max_procs=1), idle=3), list[int]()
     desk.run(2.0, (1.0, looked(desk, seen)))
