@@ -1,9 +1,11 @@
-"""Everything that can happen, as frozen dataclasses, and the bus that tells of it.
+"""Everything that can happen, as frozen structs, and the bus that tells of it.
 
 `emit` is the only way anything is reported: log lines, metrics, the status page and tests all listen here. The class
 name in snake case is the event's name in the log. Field names are public: seconds end in `_s`, and nothing carries a
 payload, a result or a secret. Subscribers run at once, in the emitter's task, and must not block; one that raises is
 logged and changes nothing.
+
+Structs: to define so many frozen dataclasses takes 35 ms of the start, and to make one 0.5 us instead of 0.1.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,23 +23,21 @@ if TYPE_CHECKING:
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """Base of all events; `level` is the log level of its line."""
 
     level: ClassVar[int] = INFO
     name: ClassVar[str] = "event"
 
-    # object's own hook and not super(): slots=True makes the class anew, which leaves the zero-argument form behind.
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **config: Any) -> None:
+        super().__init_subclass__(**config)
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 # --- the supervisor -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorStarted(Event):
+class SupervisorStarted(Event, frozen=True):
     """The first child is ready; the worker id is known, the service need not be reachable yet."""
 
     pid: int
@@ -47,59 +48,51 @@ class SupervisorStarted(Event):
     api_url: str
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseChanged(Event):
+class PhaseChanged(Event, frozen=True):
     """BOOTING, RUNNING, DRAINING, STOPPING, STOPPED; it only grows."""
 
     phase: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quieted(Event):
+class Quieted(Event, frozen=True):
     """Nothing more is claimed until `Resumed`."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed(Event):
+class Resumed(Event, frozen=True):
     """Claiming goes on."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PressureRose(Event):
+class PressureRose(Event, frozen=True):
     """Load or memory pressure is above its limit: nothing more is claimed for now."""
 
     level: ClassVar[int] = WARNING
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PressureFell(Event):
+class PressureFell(Event, frozen=True):
     """Claims go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupDelegated(Event):
+class CgroupDelegated(Event, frozen=True):
     """Every child gets a cgroup of its own in this directory. `memory`: its memory can be limited there."""
 
     directory: str
     memory: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupFailed(Event):
+class CgroupFailed(Event, frozen=True):
     """A delegated cgroup cannot be used, or not for all; children go on without. Everything that fails is told once."""
 
     level: ClassVar[int] = WARNING
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorStopped(Event):
+class SupervisorStopped(Event, frozen=True):
     """The last event. `unsettled` jobs are left to their lease."""
 
     exit_code: int
@@ -107,8 +100,7 @@ class SupervisorStopped(Event):
     uptime_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LoopLagged(Event):
+class LoopLagged(Event, frozen=True):
     """The loop woke this much later than asked: the machine slept, was stopped or is starved."""
 
     level: ClassVar[int] = WARNING
@@ -118,16 +110,14 @@ class LoopLagged(Event):
 # --- fork server and children ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerStarted(Event):
+class ForkServerStarted(Event, frozen=True):
     """A fresh interpreter begins to import the app."""
 
     generation: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerReady(Event):
+class ForkServerReady(Event, frozen=True):
     """The app is imported; children can be forked."""
 
     generation: int
@@ -136,8 +126,7 @@ class ForkServerReady(Event):
     queues: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerThreaded(Event):
+class ForkServerThreaded(Event, frozen=True):
     """The app started threads while it was imported; a fork copies their locks but not them (fork(2))."""
 
     level: ClassVar[int] = WARNING
@@ -145,8 +134,7 @@ class ForkServerThreaded(Event):
     threads: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerExited(Event):
+class ForkServerExited(Event, frozen=True):
     """It is gone; running children go on, and a new one is started unless the supervisor is stopping."""
 
     level: ClassVar[int] = WARNING
@@ -155,8 +143,7 @@ class ForkServerExited(Event):
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerFailed(Event):
+class ForkServerFailed(Event, frozen=True):
     """A new one could not be started or cannot import the app; it is tried again."""
 
     level: ClassVar[int] = ERROR
@@ -164,16 +151,14 @@ class ForkServerFailed(Event):
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerPrinted(Event):
+class ForkServerPrinted(Event, frozen=True):
     """A line that the app printed while it was imported."""
 
     generation: int
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChildStarted(Event):
+class ChildStarted(Event, frozen=True):
     """Forked and adopted, not yet ready."""
 
     level: ClassVar[int] = DEBUG
@@ -182,8 +167,7 @@ class ChildStarted(Event):
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChildReady(Event):
+class ChildReady(Event, frozen=True):
     """It said hello: `on_child_start` hooks have run and it can take a job."""
 
     level: ClassVar[int] = DEBUG
@@ -193,8 +177,7 @@ class ChildReady(Event):
     boot_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ChildFailedToBoot(Event):
+class ChildFailedToBoot(Event, frozen=True):
     """It ended, or had to be killed, before it was ready."""
 
     level: ClassVar[int] = ERROR
@@ -206,8 +189,7 @@ class ChildFailedToBoot(Event):
     retry_in_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ForkFailed(Event):
+class ForkFailed(Event, frozen=True):
     """The fork server could not fork (fork(2): EAGAIN, ENOMEM)."""
 
     level: ClassVar[int] = ERROR
@@ -216,8 +198,7 @@ class ForkFailed(Event):
     retry_in_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ChildKilled(Event):
+class ChildKilled(Event, frozen=True):
     """SIGKILL went to its whole family, `descendants` of them below it.
 
     `reason`: timeout, lease_lost, shutdown, operator, boot, protocol, unresponsive, exit, memory.
@@ -232,8 +213,7 @@ class ChildKilled(Event):
     descendants: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChildExited(Event):
+class ChildExited(Event, frozen=True):
     """Reaped. `reason` tells why it left: crash, recycle, reload, scale, shutdown, terminated, boot, memory, ..."""
 
     slot: int
@@ -249,16 +229,14 @@ class ChildExited(Event):
     jobs: int
 
 
-@dataclass(frozen=True, slots=True)
-class OrphansKilled(Event):
+class OrphansKilled(Event, frozen=True):
     """Processes that jobs left behind were killed or reaped."""
 
     count: int
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LeftoversFound(Event):
+class LeftoversFound(Event, frozen=True):
     """A job has ended and these processes of it were still there: killed, or kept, as `leftovers` says."""
 
     level: ClassVar[int] = WARNING
@@ -267,24 +245,21 @@ class LeftoversFound(Event):
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled(Event):
+class Scaled(Event, frozen=True):
     """There are so many slots now."""
 
     before: int
     procs: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reloaded(Event):
+class Reloaded(Event, frozen=True):
     """The app was imported anew; so many children are being replaced."""
 
     generation: int
     children: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadFailed(Event):
+class ReloadFailed(Event, frozen=True):
     """The new app cannot be used; the old generation goes on."""
 
     level: ClassVar[int] = ERROR
@@ -292,8 +267,7 @@ class ReloadFailed(Event):
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class StackDumped(Event):
+class StackDumped(Event, frozen=True):
     """Where a busy child stands, as somebody asked."""
 
     job_id: str
@@ -306,8 +280,7 @@ class StackDumped(Event):
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class JobClaimed(Event):
+class JobClaimed(Event, frozen=True):
     """Its lease is ours."""
 
     level: ClassVar[int] = DEBUG
@@ -316,8 +289,7 @@ class JobClaimed(Event):
     retry_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobStarted(Event):
+class JobStarted(Event, frozen=True):
     """A child runs it. `wait_s`: from the claim's answer to the handler's start."""
 
     level: ClassVar[int] = DEBUG
@@ -328,8 +300,7 @@ class JobStarted(Event):
     wait_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobProgressed(Event):
+class JobProgressed(Event, frozen=True):
     """The handler called `ctx.progress`."""
 
     level: ClassVar[int] = DEBUG
@@ -340,8 +311,7 @@ class JobProgressed(Event):
     message: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class JobLogged(Event):
+class JobLogged(Event, frozen=True):
     """A line of the handler: `ctx.log`, the standard `logging`, or what it printed (`source`: log, logging, output)."""
 
     job_id: str | None
@@ -354,8 +324,7 @@ class JobLogged(Event):
     meta: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JobOutputDropped(Event):
+class JobOutputDropped(Event, frozen=True):
     """A child said more than its rate allows; this many lines were not logged."""
 
     level: ClassVar[int] = WARNING
@@ -364,8 +333,7 @@ class JobOutputDropped(Event):
     lines: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobAborting(Event):
+class JobAborting(Event, frozen=True):
     """The handler was told to stop. `reason`: timeout, lease_lost, shutdown, operator."""
 
     level: ClassVar[int] = WARNING
@@ -375,8 +343,7 @@ class JobAborting(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobCompleted(Event):
+class JobCompleted(Event, frozen=True):
     """The outcome is success; the report to the service follows."""
 
     job_id: str
@@ -386,8 +353,7 @@ class JobCompleted(Event):
     result_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobFailed(Event):
+class JobFailed(Event, frozen=True):
     """The outcome is a failure. `kind`: failed, timed_out, crashed, released."""
 
     level: ClassVar[int] = WARNING
@@ -400,8 +366,7 @@ class JobFailed(Event):
     duration_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class JobLeaseLost(Event):
+class JobLeaseLost(Event, frozen=True):
     """The job is not ours any more; it is stopped and nothing is reported."""
 
     level: ClassVar[int] = WARNING
@@ -410,8 +375,7 @@ class JobLeaseLost(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeSettled(Event):
+class OutcomeSettled(Event, frozen=True):
     """The service has the outcome (`status`: completed, failed; `already` if an earlier try had landed)."""
 
     level: ClassVar[int] = DEBUG
@@ -422,8 +386,7 @@ class OutcomeSettled(Event):
     tries: int
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeDropped(Event):
+class OutcomeDropped(Event, frozen=True):
     """The outcome could not be reported and never will be; the service decides by lease expiry."""
 
     level: ClassVar[int] = ERROR
@@ -433,16 +396,14 @@ class OutcomeDropped(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SurvivorsKilled(Event):
+class SurvivorsKilled(Event, frozen=True):
     """Processes of an earlier life of this supervisor were still running."""
 
     level: ClassVar[int] = WARNING
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeftoverReported(Event):
+class LeftoverReported(Event, frozen=True):
     """A lease of an earlier life: its outcome is reported now (`finished`), or its job is failed, as nobody runs it."""
 
     level: ClassVar[int] = WARNING
@@ -452,8 +413,7 @@ class LeftoverReported(Event):
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeftoverExpired(Event):
+class LeftoverExpired(Event, frozen=True):
     """A lease of an earlier life has ended: the service has given the job to somebody else, or will."""
 
     level: ClassVar[int] = WARNING
@@ -462,8 +422,7 @@ class LeftoverExpired(Event):
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeftoverKept(Event):
+class LeftoverKept(Event, frozen=True):
     """A lease of an earlier life belongs to another service than the one configured now; it stays in the outbox."""
 
     level: ClassVar[int] = WARNING
@@ -472,24 +431,21 @@ class LeftoverKept(Event):
     api_url: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutboxTroubled(Event):
+class OutboxTroubled(Event, frozen=True):
     """Nothing is kept on disk for now: a crash would lose what is finished and not reported."""
 
     level: ClassVar[int] = ERROR
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutboxRecovered(Event):
+class OutboxRecovered(Event, frozen=True):
     """Outcomes are kept on disk again."""
 
 
 # --- the service ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRequestFinished(Event):
+class ApiRequestFinished(Event, frozen=True):
     """One request. `status`: the HTTP status (of gRPC the nearest), `error` or `timeout`. Counted, not logged."""
 
     level: ClassVar[int] = 0
@@ -498,8 +454,7 @@ class ApiRequestFinished(Event):
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ApiTroubled(Event):
+class ApiTroubled(Event, frozen=True):
     """An operation began to fail; its repetitions are not logged one by one."""
 
     level: ClassVar[int] = WARNING
@@ -508,16 +463,14 @@ class ApiTroubled(Event):
     retry_in_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRecovered(Event):
+class ApiRecovered(Event, frozen=True):
     """The operation works again."""
 
     operation: str
     failures: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimAnswered(Event):
+class ClaimAnswered(Event, frozen=True):
     """One claim: `asked` places, `got` jobs."""
 
     level: ClassVar[int] = 0
@@ -526,8 +479,7 @@ class ClaimAnswered(Event):
     got: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRenewed(Event):
+class LeaseRenewed(Event, frozen=True):
     """One renewal. `result`: ok, lost, unavailable; `late_s` after it was due."""
 
     level: ClassVar[int] = 0
@@ -536,8 +488,7 @@ class LeaseRenewed(Event):
     late_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRegistered(Event):
+class WorkerRegistered(Event, frozen=True):
     """The service knows us."""
 
     worker_id: str
@@ -545,15 +496,13 @@ class WorkerRegistered(Event):
     heartbeat_interval_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDeregistered(Event):
+class WorkerDeregistered(Event, frozen=True):
     """The service was told that we leave."""
 
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatSent(Event):
+class HeartbeatSent(Event, frozen=True):
     """The service took our state."""
 
     level: ClassVar[int] = DEBUG
@@ -563,8 +512,7 @@ class HeartbeatSent(Event):
     memory_percent: float
 
 
-@dataclass(frozen=True, slots=True)
-class CommandReceived(Event):
+class CommandReceived(Event, frozen=True):
     """The service, a signal or the control socket asked for something; `obeyed` tells whether we do it."""
 
     source: str
@@ -572,8 +520,7 @@ class CommandReceived(Event):
     obeyed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CommandRefused(Event):
+class CommandRefused(Event, frozen=True):
     """A command that came by signal could not be carried out."""
 
     level: ClassVar[int] = WARNING

@@ -8,7 +8,6 @@ the journal's own socket (systemd.exec(5), $JOURNAL_STREAM).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -61,7 +60,6 @@ class EventLog:
         # Reentrant, as the garbage collector may run a destructor that logs (asyncio's tasks do) while we write.
         self._lock = threading.RLock()
         self._is_writing = False
-        self._field_names: dict[type[Event], tuple[str, ...]] = {}
         self._undo: list[tuple[logging.Logger, int]] = []
         self._bridge = _Bridge(self)
         self._unsubscribe = _nothing
@@ -97,11 +95,7 @@ class EventLog:
         level = LEVELS.get(event.severity, logging.INFO) if type(event) is JobLogged else event.level
         if level < self.threshold:  # events that are only counted have level 0
             return
-        kind = type(event)
-        names = self._field_names.get(kind)
-        if names is None:
-            names = self._field_names[kind] = tuple(field.name for field in dataclasses.fields(event))
-        self._put(level, event.name, {name: _tidy(getattr(event, name)) for name in names})
+        self._put(level, event.name, _fields(event))
 
     def _put(self, level: int, name: str, fields: dict[str, object]) -> None:
         with self._lock:
@@ -162,8 +156,7 @@ class StandardLog:
     def _on_event(self, event: Event) -> None:
         level = LEVELS.get(event.severity, logging.INFO) if isinstance(event, JobLogged) else event.level
         if level > 0 and self._logger.isEnabledFor(level):
-            fields = {field.name: _tidy(getattr(event, field.name)) for field in dataclasses.fields(event)}
-            self.write(level, event.name, **fields)
+            self.write(level, event.name, **_fields(event))
 
 
 _WIDEST_LEVEL = "ERROR"
@@ -192,6 +185,10 @@ def _message(record: logging.LogRecord) -> str:
         return record.getMessage()
     except Exception as error:  # logging's own habit is a traceback in the middle of the stream
         return f"{record.msg!r} does not fit its arguments: {error!r}"
+
+
+def _fields(event: Event) -> dict[str, object]:
+    return {name: _tidy(getattr(event, name)) for name in event.__struct_fields__}
 
 
 def _tidy(value: object) -> object:

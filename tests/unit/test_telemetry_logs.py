@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import logging
@@ -25,7 +24,8 @@ CLASSES.remove(Event)
 
 def any_of(kind: type[Event], /, **fields: object) -> Event:
     """An event of this class; fields that are not given have some value of their type."""
-    made: Any = {field.name: VALUES.get(str(field.type).split(" | ")[0]) for field in dataclasses.fields(kind)}
+    types = {name: kind.__annotations__[name].split(" | ")[0] for name in kind.__struct_fields__}
+    made: Any = {name: VALUES.get(type_) for name, type_ in types.items()}
     return kind(**{**made, **fields})
 
 
@@ -90,7 +90,7 @@ def test_every_event_makes_a_line_exactly_from_its_level_on(kind: type[Event], f
 def test_a_line_has_all_fields_of_its_event(reader: Reader, events: Events) -> None:
     events.emit(any_of(happened.ChildExited, pid=4711, signal="SIGKILL", exit_code=None, uptime_s=12.4000000001))
     (document,) = reader.documents()
-    assert set(document) == {"ts", "level", "event"} | {f.name for f in dataclasses.fields(happened.ChildExited)}
+    assert set(document) == {"ts", "level", "event"} | set(happened.ChildExited.__struct_fields__)
     assert document["event"] == "child_exited"
     assert document["pid"] == 4711
     assert document["exit_code"] is None

@@ -115,7 +115,8 @@ VALUES = {"int": 1, "float": 1.0, "str": "text", "bool": True, "tuple[str, ...]"
 
 def some(kind: type[Event], /, **fields: object) -> Event:
     """An event of this class; fields that are not given have some value of their type."""
-    made: Any = {field.name: VALUES.get(str(field.type).split(" | ")[0]) for field in dataclasses.fields(kind)}
+    types = {name: kind.__annotations__[name].split(" | ")[0] for name in kind.__struct_fields__}
+    made: Any = {name: VALUES.get(type_) for name, type_ in types.items()}
     return kind(**{**made, **fields})
 
 
