@@ -209,6 +209,9 @@ class Supervisor:
         """Whether the app is imported; False if we were told to stop meanwhile."""
         boot = asyncio.ensure_future(keeper.start())
         boot.add_done_callback(lambda _: self._alarm.ring())
+        await asyncio.sleep(0)  # now it is spawned
+        from spooled_supervisor.api import httpx_wire  # noqa: F401 # takes long, so it is loaded beside the app
+
         await self._until(lambda: boot.done() or self._wanted > Phase.RUNNING)
         if not boot.done():
             boot.cancel()

@@ -48,6 +48,7 @@ ORDER = " ".join(LAYERS).split()
 
 DOORS = {
     "httpx": ["api.httpx_wire", "client", "demo.*"],
+    "httpcore": ["api.httpx_wire"],
     "pytest": ["testing.pytest_plugin"],
     "prometheus_client": ["childmetrics", "telemetry.*"],
     "psutil": ["processes", "resources", "observer"],
@@ -179,6 +180,16 @@ def test_a_child_loads_no_http_client_no_event_loop_and_nothing_that_speaks_to_t
     assert not loaded & {"httpx", "grpc", "asyncio", "ssl", "prometheus_client", "psutil", "multiprocessing"}
     ours = {name.removeprefix(f"{PACKAGE}.") for name in loaded if name.startswith(f"{PACKAGE}.")}
     assert not {name for name in ours if name.startswith(("api", "telemetry", "config", "keys", "devserver"))}
+
+
+def test_a_supervisor_loads_the_http_client_no_sooner_than_its_fork_server_is_spawned() -> None:
+    loaded = loaded_by(f"import {PACKAGE}.supervisor, {PACKAGE}.api.transports")
+    assert not loaded & {"httpx", "httpcore", "grpc"}
+
+
+def test_the_http_client_is_loaded_as_a_whole() -> None:
+    """Not with the first client: that is made when the first job is due."""
+    assert {"httpx", "httpcore"} <= loaded_by(f"import {PACKAGE}.api.httpx_wire")
 
 
 def test_the_command_line_loads_nothing_slow_before_it_knows_the_command() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from spooled_supervisor.api.httpx_wire import open_lines
 from spooled_supervisor.api.wire import WireError
 from spooled_supervisor.timing import Backoff, jittered, now
 from spooled_supervisor.troubles import Troubles
@@ -86,6 +85,8 @@ class JobEvents:
 
     async def _lines(self) -> AsyncIterator[str]:
         """Lines of one connection. Raises WireError, and TimeoutError after a silence."""
+        from spooled_supervisor.api.httpx_wire import open_lines
+
         headers = {"Authorization": f"Bearer {self._api_key()}", "Accept": "text/event-stream"}
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(SILENCE_S):

@@ -15,14 +15,17 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spooled_supervisor import timing
 from spooled_supervisor.api import answers
 from spooled_supervisor.api.answers import Answer
-from spooled_supervisor.api.httpx_wire import HttpxWire, Transport, make_wire, split_url
 from spooled_supervisor.api.wire import Reply, WireError
 from spooled_supervisor.errors import ApiUnavailable
 from spooled_supervisor.events import ApiRequestFinished, Events
+
+if TYPE_CHECKING:
+    from spooled_supervisor.api.httpx_wire import Transport
 
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -57,8 +60,13 @@ class Exchange:
         user_agent: str,
         transport: Transport | None,
     ) -> None:
-        origin, self._prefix, host = split_url(base_url)
-        self._wire = make_wire(origin, ca_file) if transport is None else HttpxWire(origin, transport)
+        from spooled_supervisor.api import httpx_wire
+
+        origin, self._prefix, host = httpx_wire.split_url(base_url)
+        if transport is None:
+            self._wire = httpx_wire.make_wire(origin, ca_file)
+        else:
+            self._wire = httpx_wire.HttpxWire(origin, transport)
         self._api_key = api_key
         self._secret = ""  # the key of the latest request, to keep it out of messages
         self._events = events

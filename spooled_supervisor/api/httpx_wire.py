@@ -3,6 +3,9 @@
 The only module that knows httpx. It talks to a transport directly: `AsyncClient` costs half as much CPU again per
 request, for what is not used here (cookies, redirects, authentication flows). The time-outs of httpx start anew with
 every byte; they are switched off, the caller's deadline counts.
+
+Imported where it is used, as httpx and httpcore take 100 ms: the supervisor spends them while the fork server imports
+the app.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import httpx
 
 from spooled_supervisor.api.wire import KEEPALIVE_S, MAX_IDLE, DirectWire, Reply, Wire, WireError
 from spooled_supervisor.errors import ConfigError
+
+with contextlib.suppress(ImportError):  # a part of httpx, as of today
+    import httpcore  # noqa: F401 # else it is loaded with the first client, the event stream's, just before the first job
 
 Transport: TypeAlias = httpx.AsyncBaseTransport
 CONNECT_LIMIT_S = 10.0

@@ -10,18 +10,20 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 from spooled_supervisor import __version__, timing
 from spooled_supervisor.api import answers, claims, messages
 from spooled_supervisor.api.answers import Reading
 from spooled_supervisor.api.exchange import Exchange, Received
-from spooled_supervisor.api.httpx_wire import Transport
 from spooled_supervisor.api.values import Claim, HeartbeatAnswer, Registration, Settled
 from spooled_supervisor.errors import ApiUnavailable
 from spooled_supervisor.events import Events
 from spooled_supervisor.job import Job
+
+if TYPE_CHECKING:
+    from spooled_supervisor.api.httpx_wire import Transport
 
 USER_AGENT = f"spooled-supervisor/{__version__}"
 

@@ -14,6 +14,7 @@ import pytest
 
 from spooled_supervisor import timing
 from spooled_supervisor.api import events as module
+from spooled_supervisor.api import httpx_wire
 from spooled_supervisor.api.events import (
     ABSENT_RETRY_S,
     MAX_LINE,
@@ -129,7 +130,7 @@ def listen(monkeypatch: pytest.MonkeyPatch) -> Listen:
         clock = fake_time(monkeypatch, module)
         stream = Stream(clock)
         stream.scripts = list(scripts)
-        monkeypatch.setattr(module, "open_lines", stream.open_lines)
+        monkeypatch.setattr(httpx_wire, "open_lines", stream.open_lines)
 
         async def main() -> Ear:
             ear = Ear()
@@ -159,7 +160,7 @@ def test_it_asks_for_jobs_that_are_new_or_again_pending_with_the_key(listen: Lis
 def test_the_base_may_name_the_api_already(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = fake_time(monkeypatch)
     stream = Stream(clock)
-    monkeypatch.setattr(module, "open_lines", stream.open_lines)
+    monkeypatch.setattr(httpx_wire, "open_lines", stream.open_lines)
 
     async def main() -> None:
         task = asyncio.ensure_future(Ear(base).listener.run())
