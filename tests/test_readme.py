@@ -44,6 +44,8 @@ from spooled_supervisor.events import Events
 from spooled_supervisor.telemetry.endpoints import Endpoints
 from spooled_supervisor.telemetry.logs import EventLog
 from spooled_supervisor.telemetry.metrics import Metrics
+from tests.bench import growth, scenarios
+from tests.bench import readme as bench_readme
 from tests.support.daemon import PATIENCE_S, Daemon, daemon, environment, wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
 
@@ -117,6 +119,26 @@ def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmarks_table_has_all_figures_that_are_bounded_and_no_other() -> None:
+    """By hand nobody changes it: `make bench BENCH_ARGS=--readme` writes it."""
+    begin, end = README.index(bench_readme.BEGIN), README.index(bench_readme.END)
+    assert begin < README.index("<!-- table: benchmark -->") < README.index("<!-- table: growth -->") < end
+    bounds = {
+        figure.title: f"{figure.bound} {figure.unit}".strip()
+        for scenario in scenarios.ALL
+        if scenario not in growth.SCENARIOS
+        for figure in scenario.figures
+        if figure.bound is not None
+    }
+    rows = table("benchmark")
+    assert {title: bound for title, _, _, bound, _ in rows} == bounds
+    assert {met for *_, met in rows} <= {"yes", "NO"}
+    assert len(table("growth")) == 2 * len(growth.CURVES)
+
+
 # --- what is there ----------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +171,7 @@ def test_every_flag_and_variable_that_is_named_exists() -> None:
     servers = {flag for action in parser._actions for flag in action.option_strings}
     commands = {"--online", "--watch", "--json", "--exec-start"}
     of_others = {"--version", "--now", "--no-deps", "--no-cache-dir", "--only", "--repeat", "--scope", "--user"}
-    of_others |= {"--long"}  # the benchmark's
+    of_others |= {"--long", "--readme"}  # the benchmark's
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))
     assert named - ours - servers - commands - of_others == set()
     variables = {name for option in options.OPTIONS.values() for name in option.env}
