@@ -409,9 +409,7 @@ class Child:
             return self._failure_of(job.run, error)
 
     def _call(self, handler: Handler, context: JobContext) -> Any:
-        if inspect.iscoroutinefunction(handler.function) or inspect.iscoroutinefunction(
-            getattr(handler.function, "__call__", None)  # noqa: B004 # an object whose __call__ is async
-        ):
+        if is_async(handler.function):
             return self._async_runner().run(self._run_async(handler, context))
         return call_handler(handler.function, context, self)
 
@@ -566,6 +564,13 @@ def call_handler(function: Callable[[JobContext], Any], context: JobContext, chi
     if child.raise_later:
         child.raise_now()
     return function(context)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a handler is declared as async. A coroutine that any other returns is not awaited: it is no result."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 # an object whose __call__ is async
+    )
 
 
 def _is_inside_handler(frame: FrameType | None) -> bool:

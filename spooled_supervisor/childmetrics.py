@@ -53,7 +53,13 @@ SERIES_PER_REPORT = 40
 """New ones; more are told in further reports, so that none exceeds what a frame may hold."""
 CHANGES_PER_REPORT = 2500
 """Numbers; as above."""
-OWN_PREFIXES = ("process_", "python_")
+OWN_NAMES = frozenset(
+    (
+        *("process_virtual_memory_bytes", "process_resident_memory_bytes", "process_start_time_seconds"),
+        *("process_cpu_seconds", "process_open_fds", "process_max_fds", "python_info"),
+        *("python_gc_objects_collected", "python_gc_objects_uncollectable", "python_gc_collections"),
+    )
+)
 """Of prometheus_client's default collectors; the supervisor has these figures itself, of every child."""
 
 Kind = Literal["counter", "gauge", "histogram", "info", "stateset", "summary", "unknown"]
@@ -259,7 +265,7 @@ class Reporter:
         self._is_whole = False
         try:
             for metric in sys.modules["prometheus_client"].REGISTRY.collect():
-                if not metric.name.startswith(OWN_PREFIXES):
+                if metric.name not in OWN_NAMES:
                     yield from _readings(metric)
             self._is_whole = True
         except Exception:  # a collector; or prometheus_client is half imported, by a thread

@@ -158,10 +158,10 @@ class Commands:
         busy = [child for child in children if child.run is not None and child.state is not ChildState.KILLED]
         for child in busy:
             child.dump_stack()
+        runs = [child.run for child in busy]
+        stacks = await asyncio.gather(*(_stack_of(child.read_stack) for child in busy))
         texts = []
-        for child in busy:
-            run = child.run
-            stack = await _stack_of(child.read_stack)
+        for child, run, stack in zip(busy, runs, stacks, strict=True):
             if run is not None and self._pool.has(child):
                 self._events.emit(ev.StackDumped(run.job.id, run.job.queue_name, child.slot, child.pid, stack))
                 texts.append(f"slot {child.slot}, job {run.job.id}:\n{stack}")

@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -92,7 +92,9 @@ class Observer:
         outbox: Outbox,
         cpus: float,
         history: History,
+        mask: Callable[[str], str],
     ) -> None:
+        """`mask` keeps the key out of texts that handlers bring."""
         self._standing = standing
         self._queues = queues
         self._pool = pool
@@ -105,6 +107,7 @@ class Observer:
         self._outbox = outbox
         self._cpus = cpus
         self._history = history
+        self._mask = mask
         self._usage = FamilyUsage()
         self._cpu_percent: float | None = None  # as the last heartbeat told them: reading begins a new interval
         self._memory_percent: float | None = None
@@ -186,6 +189,9 @@ class Observer:
             reasons.append("the fork server is not up")
         if not self._pool.usable:
             reasons.append("no usable child")
+        queues = self._claimer.queues.values()
+        if queues and all(queue.breaker.is_open for queue in queues):
+            reasons.append("claims are held back: the jobs of every queue kill their children")
         return reasons
 
     # --- the snapshot ------------------------------------------------------------------------------------------------
@@ -196,6 +202,9 @@ class Observer:
         standing = self._standing
         beat_at = self._registration.last_beat_at
         waiting = [run.job.queue_name for run in self._pool.waiting]
+        running = [child.run.job.queue_name for child in self._pool.children if child.run is not None]
+        known = {queue.name for queue in self._queues}
+        gone = dict.fromkeys(name for name in (*running, *waiting) if name not in known)  # dropped by a reload
         return Snapshot(
             phase=standing.phase.name.lower(),
             worker_id=standing.worker_id,
@@ -205,7 +214,9 @@ class Observer:
             quiet=standing.quiet_reason is not None,
             reasons=tuple(self._not_ready()),
             unhealthy=tuple(self.unhealthy()),
-            queues=tuple(self._queue(queue, waiting.count(queue.name), at) for queue in self._queues),
+            queues=tuple(
+                self._queue(queue, waiting.count(queue.name), at) for queue in (*self._queues, *map(QueueConfig, gone))
+            ),
             children=tuple(self._child(child, at) for child in self._pool.children),
             slots_backed_off=self._pool.backed_off,
             leases_held=len(self._leases),
@@ -255,7 +266,7 @@ class Observer:
             elapsed_s=None if started_at is None else round(at - started_at, 3),
             deadline_in_s=round(child.deadline - at, 3) if has_deadline and child.deadline is not None else None,
             percent=None if run is None else run.percent,
-            message=None if run is None or run.message is None else run.message[:MAX_MESSAGE_CHARS],
+            message=None if run is None or run.message is None else self._mask(run.message)[:MAX_MESSAGE_CHARS],
             jobs_done=child.jobs_done,
             uptime_s=round(at - child.born_at, 3),
             pss_bytes=None if sample is None else sample.pss,

@@ -78,7 +78,7 @@ def _show_once(fetch: Callable[[], dict[str, Any]], *, as_json: bool, stream: Te
 
 
 def _watch(fetch: Callable[[], dict[str, Any]], *, as_json: bool, stream: TextIO) -> int:
-    if as_json or not stream.isatty():
+    if as_json or not stream.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb"):
         return _follow(fetch, as_json=as_json, stream=stream)
     try:
         status = fetch()
@@ -158,7 +158,9 @@ class _Screen:
         if self._is_stopping:
             self._is_stopping = False
             _write(self._stream, LEAVE_SCREEN)
-            os.kill(os.getpid(), signal.SIGSTOP)  # until SIGCONT
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)  # until SIGCONT; the kernel ignores it where no shell could send that
+            signal.signal(signal.SIGTSTP, self._on_stop)
             _write(self._stream, ENTER_SCREEN)
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:
@@ -268,7 +270,9 @@ def table(paint: Paint, columns: Sequence[Column], rows: Sequence[Row]) -> Itera
         cells = []
         left = paint.width
         for n in kept:
-            width = max(0, min(widths[n], left))
+            if left <= 0:
+                break
+            width = min(widths[n], left)
             text, colour = row[n]
             shown = fit(text, width)
             pad = " " * (width - cell_width(shown))

@@ -126,7 +126,7 @@ class Supervisor:
             hostname=config.worker.hostname,
             api_url=config.api.url,
         )
-        self._history = History(events)
+        self._history = History(events, mask=log.mask)
         self._troubles = Troubles(events)
         self._gate = RateGate()
         self._pressure = Pressure(
@@ -344,6 +344,7 @@ class Supervisor:
             outbox=self._outbox,
             cpus=cpus_available(),
             history=self._history,
+            mask=self._log.mask,
         )
 
     def _make_claimer(self, api: RestApi | BothApi) -> Claimer:

@@ -47,7 +47,7 @@ LAYERS = (
 ORDER = " ".join(LAYERS).split()
 
 DOORS = {
-    "httpx": ["api.httpx_wire", "client", "demo.*"],
+    "httpx": ["api.httpx_wire", "client", "demo.*", "testing.*"],
     "httpcore": ["api.httpx_wire"],
     "pytest": ["testing.pytest_plugin"],
     "prometheus_client": ["childmetrics", "telemetry.*"],

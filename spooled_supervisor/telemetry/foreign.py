@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from spooled_supervisor.childmetrics import (
     MAX_SERIES,
-    OWN_PREFIXES,
+    OWN_NAMES,
     SAMPLE_OF,
     SUMMED,
     Family,
@@ -42,8 +42,8 @@ MAX_ALL_SERIES = 10_000
 REASONS = ("child", "collision", "invalid", "limit")
 """Why something is not shown: left out by the child itself, a name that another metric has, nothing that Prometheus
 would take, too many series."""
-RESERVED_PREFIXES = ("spooled_supervisor_", "scrape_", *OWN_PREFIXES)
-RESERVED_NAMES = ("up", "ALERTS", "ALERTS_FOR_STATE", "target_info")
+RESERVED_PREFIXES = ("spooled_supervisor_", "scrape_")
+RESERVED_NAMES = ("up", "ALERTS", "ALERTS_FOR_STATE", "target_info", "process_cpu_seconds_total", *OWN_NAMES)
 """Prometheus makes these itself, some with the prefix above."""
 SUFFIXES: Mapping[str, Sequence[str]] = {
     "counter": ("_total", "_created"),

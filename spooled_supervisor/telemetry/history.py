@@ -8,6 +8,7 @@ life of the supervisor; metrics are for the long run.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spooled_supervisor.events import Events, JobCompleted, JobFailed
@@ -38,9 +39,11 @@ class Tally:
 
 
 class History:
-    """Counts from the moment that it is made; used from the loop's thread only. `clock` is for tests."""
+    """Counts from the moment that it is made; used from the loop's thread only. `mask` keeps the key out of texts that
+    handlers bring; `clock` is for tests."""
 
-    def __init__(self, events: Events, clock: Clock = now) -> None:
+    def __init__(self, events: Events, clock: Clock = now, *, mask: Callable[[str], str]) -> None:
+        self._mask = mask
         self._clock = clock
         self._began_at = clock()
         self._bucket = int(self._began_at // BUCKET_S)
@@ -86,7 +89,7 @@ class History:
         else:
             tally.failed += 1
             self._chart[-1][1] += 1
-            self._failures.append(_failure(event))
+            self._failures.append(_failure(event, self._mask))
 
     def _new_tally(self, queue_name: str) -> Tally:
         if len(self._tallies) >= MAX_QUEUES:
@@ -105,9 +108,9 @@ class History:
             tally.counts.extend([0] * min(passed, RATE_BUCKETS + 1))
 
 
-def _failure(event: JobFailed) -> FailureSnapshot:
+def _failure(event: JobFailed, mask: Callable[[str], str]) -> FailureSnapshot:
     """The report to the service carries a dead child's last output in its text; people want to see the two apart."""
-    error, output = event.error, ""
+    error, output = mask(event.error), ""
     if event.kind == "crashed":
         error, _, output = error.partition(OUTPUT_MARK)
     return FailureSnapshot(

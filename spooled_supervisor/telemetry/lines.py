@@ -75,16 +75,20 @@ class Lines:
             return self._careful(at, word, name, fields)
         return line
 
+    def masked(self, fields: Fields) -> dict[str, object]:
+        """The fields with the secrets masked in their texts."""
+        return {key: _plain(value, self.mask) for key, value in fields.items()}
+
     def _careful(self, at: str, word: str, name: str, fields: Fields) -> bytes:
         # Masked before it is cut, as half a secret is one too.
-        plain = {key: _plain(value, self._mask) for key, value in fields.items()}
+        plain = {key: _plain(value, self.mask) for key, value in fields.items()}
         for limit in _SHORTER:
             line = self._render(at, word, name, {key: _cut(value, limit) for key, value in plain.items()})
             if len(line) <= MAX_BODY_BYTES:
                 return line
         return self._render(at, word, name, {"cut": True})
 
-    def _mask(self, text: str) -> str:
+    def mask(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, MASK)
         return text

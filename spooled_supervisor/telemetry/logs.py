@@ -73,6 +73,10 @@ class EventLog:
             self._set_level(logging.getLogger(name), max(logging.WARNING, self.threshold))
         root.addHandler(self._bridge)
 
+    def mask(self, text: str) -> str:
+        """See `Lines`."""
+        return self._lines.mask(text)
+
     def keep_secret(self, secret: str) -> None:
         """Mask this text, too, from now on."""
         self._lines.keep_secret(secret)
@@ -142,6 +146,10 @@ class StandardLog:
         self._lines = Lines("text", secrets)
         events.subscribe(self._on_event)
 
+    def mask(self, text: str) -> str:
+        """See `Lines`."""
+        return self._lines.mask(text)
+
     def keep_secret(self, secret: str) -> None:
         """Mask this text, too, from now on."""
         self._lines.keep_secret(secret)
@@ -151,7 +159,7 @@ class StandardLog:
         if self._logger.isEnabledFor(level):
             line = self._lines.line(level, name, fields).decode()
             message = line.split(" ", 1)[1][len(_WIDEST_LEVEL) + 1 :]
-            self._logger.log(level, "%s", message, extra={"event": name, "fields": fields})
+            self._logger.log(level, "%s", message, extra={"event": name, "fields": self._lines.masked(fields)})
 
     def _on_event(self, event: Event) -> None:
         level = LEVELS.get(event.severity, logging.INFO) if isinstance(event, JobLogged) else event.level

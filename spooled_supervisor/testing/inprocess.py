@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spooled_supervisor.app import AbortSignal, App, JobContext
+from spooled_supervisor.child import is_async
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.results import NotJson, encode_result
@@ -48,7 +49,7 @@ def run_handler(
         for hook in app.child_start_hooks:
             caller.call(hook)
         try:
-            outcome = _succeeded(caller.call(handler.function, context))
+            outcome = _succeeded(caller.call_handler(handler.function, context))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -67,6 +68,8 @@ def _succeeded(value: Any) -> Ending:
     try:
         result = encode_result(value)
     except NotJson as problem:
+        if inspect.iscoroutine(value):
+            value.close()  # it was never awaited, and nobody will
         return "failed", None, clip_error(f"the result is not JSON: {problem}"), True
     if len(result) > MAX_RESULT_BYTES:
         return "failed", None, f"the result is too large: {len(result)} bytes, {MAX_RESULT_BYTES} are allowed", True
@@ -75,7 +78,8 @@ def _succeeded(value: Any) -> Ending:
 
 def _failed(error: BaseException) -> Ending:
     if isinstance(error, JobAborted):
-        return "aborted", None, clip_error(f"aborted: {error.reason}"), True
+        text = "aborted by worker shutdown" if error.reason == "shutdown" else f"aborted: {error.reason}"
+        return "aborted", None, clip_error(text), True
     return "failed", None, clip_error(describe_error(error)), getattr(error, "retryable", True) is not False
 
 
@@ -109,6 +113,11 @@ class _Caller:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         result = function(*arguments)
         return self._run(result) if inspect.iscoroutine(result) else result
+
+    def call_handler(self, function: Callable[..., Any], context: JobContext) -> Any:
+        """As a child does: only what is declared as async is awaited."""
+        result = function(context)
+        return self._run(result) if is_async(function) else result
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import httpx
+
 from spooled_supervisor.client import JobInfo, SpooledClient
 from spooled_supervisor.errors import SupervisorError
 from spooled_supervisor.timing import now
@@ -31,7 +33,9 @@ STOP_LIMIT_S = 45.0
 LOOK_S = 0.01
 ENDED = ("completed", "deadletter", "failed", "cancelled")
 
-_FOREIGN = re.compile(r"SPOOLED_.*|STATE_DIRECTORY|RUNTIME_DIRECTORY|CREDENTIALS_DIRECTORY|NOTIFY_SOCKET|WATCHDOG_.*")
+_FOREIGN = re.compile(
+    r"SPOOLED_.*|STATE_DIRECTORY|RUNTIME_DIRECTORY|CREDENTIALS_DIRECTORY|NOTIFY_SOCKET|WATCHDOG_.*|.*_PROXY"
+)
 _DYING_WITH_US = """
 import runpy, signal, sys
 from spooled_supervisor import kernel
@@ -50,7 +54,7 @@ class _Program:
 
     def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed when the process is dead
-        ours = {name: value for name, value in os.environ.items() if not _FOREIGN.fullmatch(name)}
+        ours = {name: value for name, value in os.environ.items() if not _FOREIGN.fullmatch(name.upper())}
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _DYING_WITH_US, module, *arguments],
@@ -116,7 +120,7 @@ class EmbeddedServer(_Program):
     def wait_until_ready(self) -> None:
         found = self.wait_for(READY)
         self.url, self.api_key = found[1], found[2]
-        self.client = SpooledClient(self.api_key, self.url)
+        self.client = SpooledClient(self.api_key, self.url, transport=httpx.HTTPTransport())  # it asks for no proxy
 
     def wait_for_job(self, job_id: str, *statuses: str, timeout_s: float = 30.0) -> JobInfo:
         """The job, once it has one of these statuses (any that is an end, if none is given). Raises TimeoutError."""

@@ -124,9 +124,22 @@ def test_queue_whose_jobs_kill_children_is_held_back_and_others_are_not(stub: St
         worker.wait_for_event("job_failed", kind="crashed", count=5)
         wait_until(lambda: worker.health()[0] == 503, "degraded")
         assert any("queue q:" in reason for reason in worker.health()[1]["reasons"])
+        assert worker.readyz()[0] == 200, "it takes jobs of the other queue"
         good = [stub.add_job(queue_name="q2", payload={"mode": "ok"}) for _ in range(10)]
         wait_until(lambda: set(good) <= set(stub.completed), "the jobs of the other queue")
         assert len(stub.failed) <= 8, "the queue is left alone for a while"
+
+
+def test_a_worker_whose_every_queue_is_held_back_is_not_ready(stub: StubApi) -> None:
+    with stub_worker(stub) as worker:
+        worker.wait_until_running()
+        assert worker.readyz()[0] == 200
+        for _ in range(30):
+            stub.add_job(payload={"mode": "kill_self"})
+        told = "claims are held back: the jobs of every queue kill their children"
+        wait_until(lambda: told in worker.readyz()[1].get("reasons", ()), "not ready")
+        assert worker.readyz()[0] == 503
+        assert worker.metrics()["spooled_supervisor_ready"] == 0
 
 
 def test_single_poison_jobs_do_not_disturb_the_good_ones(stub: StubApi) -> None:

@@ -263,6 +263,22 @@ def test_queues_that_the_new_code_adds_are_served_and_those_it_drops_are_not(sho
         assert f'worker_jobs_in_progress{{queue="{shop.site.prefix}new"}}' in worker.metrics()
 
 
+def test_a_running_job_of_a_queue_that_is_dropped_is_counted_until_it_is_over(shop: Shop) -> None:
+    shop.write("one", queues=("q",))
+    with shop.worker() as worker:
+        worker.wait_until_running()
+        (job_id,), gate = shop.held(worker)
+        shop.write("two", queues=("new",))
+        tell(worker, "reload")
+        in_progress = f'worker_jobs_in_progress{{queue="{shop.site.prefix}q"}}'
+        assert worker.health()[1]["current_jobs"] == 1
+        assert worker.metrics()[in_progress] == 1
+        gate.touch()
+        assert shop.site.end(job_id)["result"] == "one"
+        wait_until(lambda: in_progress not in worker.metrics(), "it is shown no longer")
+        assert worker.health()[1]["current_jobs"] == 0
+
+
 def test_queues_that_were_named_by_option_stay(shop: Shop) -> None:
     with shop.worker(queues=("q",)) as worker:
         worker.wait_until_running()

@@ -56,6 +56,9 @@ def test_key_is_nowhere_but_in_the_supervisor(site: Site, tmp_path: Path) -> Non
             assert key not in worker.get(page)[1]
         site.error("raise", text=f"it is {key}")
         assert key not in worker.log
+        status = worker.get("/status.json")[1]
+        assert key not in status
+        assert "it is ***" in status
 
 
 def test_handlers_cannot_read_the_supervisors_memory_or_environment(site: Site) -> None:

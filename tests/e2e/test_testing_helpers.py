@@ -126,6 +126,20 @@ def test_a_result_that_is_no_json_fails() -> None:
     assert run.error == "the result is not JSON: result is of type set"
 
 
+def test_only_what_is_declared_as_async_is_awaited_as_in_a_child() -> None:
+    async def real(ctx: JobContext) -> int:
+        return 1
+
+    run = run_handler(lambda ctx: real(ctx), None)
+    assert (run.outcome, run.error) == ("failed", "the result is not JSON: result is of type coroutine")
+
+    class Callable:
+        async def __call__(self, ctx: JobContext) -> int:
+            return 2
+
+    assert run_handler(Callable(), None).result == 2
+
+
 def test_an_abort_of_the_tests_own_reaches_the_handler() -> None:
     told = AbortSignal()
     told.abort("shutdown")
@@ -139,6 +153,10 @@ def test_an_abort_of_the_tests_own_reaches_the_handler() -> None:
     told.wait(5)
     run = run_handler(obedient, None, signal=told)
     assert (run.outcome, run.error) == ("aborted", "aborted: operator")
+    told = AbortSignal()
+    told.abort("shutdown")
+    run = run_handler(obedient, None, signal=told)
+    assert (run.outcome, run.error) == ("aborted", "aborted by worker shutdown")
 
 
 def test_ctrl_c_is_not_swallowed() -> None:
@@ -281,7 +299,9 @@ def test_a_process_with_one_thread_is_forked_and_anything_can_be_a_handler(site:
 # --- programs and fixtures --------------------------------------------------------------------------------------------
 
 
-def test_a_server_and_a_supervisor_of_a_test() -> None:
+def test_a_server_and_a_supervisor_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):  # both are on this machine
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     with embedded_server(retry_base="50ms") as server:
         with supervisor(f"{__name__}:app", server, queue=["work"], procs=1) as running:
             job = server.client.jobs.create(queue_name="work", payload={"n": 2})

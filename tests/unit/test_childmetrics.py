@@ -164,6 +164,12 @@ def test_the_process_s_own_figures_are_left_out(child: Child) -> None:
     assert child.tell() == {}
 
 
+def test_a_metric_of_the_app_may_begin_like_them(child: Child) -> None:
+    prometheus_client.Counter("process_pages", "pages", registry=child.registry).inc()
+    prometheus_client.Gauge("python_workers", "workers", registry=child.registry).set(3)
+    assert set(child.tell()) == {"process_pages", "python_workers"}
+
+
 def test_gauges_that_are_gone_are_said_to_be_and_their_indices_used_again(child: Child) -> None:
     gauge = Gauge("level", "Levels.", ["tank"], registry=child.registry)
     for round_ in range(3 * MAX_SERIES):

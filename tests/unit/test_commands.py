@@ -459,6 +459,16 @@ def test_a_child_that_does_not_answer_is_waited_for_only_so_long(monkeypatch: py
     assert said(desk) == (True, "slot 1, job job-1:\n(no answer: it is stopped, or deep in the kernel)")
 
 
+def test_any_number_of_children_that_do_not_answer_is_waited_for_no_longer_than_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commands, "STACK_LIMIT_S", 0.5)
+    began_at = timing.now()
+    ok, text = said(stacks_of(*(Busy(slot, after=None) for slot in range(20))))
+    assert (ok, text.count("(no answer: it is stopped, or deep in the kernel)")) == (True, 20)
+    assert timing.now() - began_at < 2 * 0.5, "one after the other they would take longer than ctl waits"
+
+
 def test_a_child_that_has_ended_meanwhile_is_said_to_have() -> None:
     assert said(stacks_of(Ended(1))) == (True, "slot 1, job job-1:\n(it has ended)")
     desk = stacks_of(Ended(1), gone=True)

@@ -19,7 +19,7 @@ class Past:
     def __init__(self, at: float = 1000.0) -> None:
         self.at = at
         self.events = Events()
-        self.history = History(self.events, lambda: self.at)
+        self.history = History(self.events, lambda: self.at, mask=str)
 
     def done(self, queue: str = "q", count: int = 1) -> None:
         for _ in range(count):
@@ -176,7 +176,7 @@ def test_memory_is_bounded_whatever_arrives() -> None:
 
 
 def test_an_event_costs_microseconds() -> None:
-    history = History(Events())
+    history = History(Events(), mask=str)
     event = JobCompleted("j", "q", 0, 0.5, 2)
     best = min(_seconds(history, event) for _ in range(5))
     assert best / 10_000 < 10e-6  # 0.6 us on an idle machine; the limit is for a loaded one

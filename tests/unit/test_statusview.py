@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -147,7 +148,7 @@ def test_an_outbox_in_trouble_says_so() -> None:
     assert "in memory only: disk full; full, nothing is claimed" in text
 
 
-@pytest.mark.parametrize("width", [1, MIN_WIDTH, 60, 80, 120, 200])
+@pytest.mark.parametrize("width", [1, MIN_WIDTH, 41, 45, 50, 57, 60, 80, 120, 200])
 @pytest.mark.parametrize("status", [STATUS, EMPTY], ids=["busy", "empty"])
 def test_no_line_is_wider_than_the_terminal(status: dict[str, Any], width: int) -> None:
     long = status | {
@@ -157,7 +158,8 @@ def test_no_line_is_wider_than_the_terminal(status: dict[str, Any], width: int) 
         "children": [child | {"queue": "日本" * 40, "message": "m" * 500} for child in status["children"]],
         "queues": [queue | {"name": "q" * 300} for queue in status["queues"]],
     }
-    assert max(cell_width(line) for line in plain(long, width).splitlines()) <= max(width, MIN_WIDTH)
+    for text in (plain(long, width), re.sub(r"\x1b\[[0-9;]*m", "", render(long, width=width, colour=True))):
+        assert max(cell_width(line) for line in text.splitlines()) <= max(width, MIN_WIDTH)
 
 
 def test_what_is_narrow_loses_the_least_important_first() -> None:
@@ -200,8 +202,6 @@ def test_ten_thousand_characters_cost_one_line() -> None:
 
 
 def test_colours_change_nothing_but_colours() -> None:
-    import re
-
     coloured = render(STATUS, width=100, colour=True)
     assert "\x1b[32mrunning\x1b[0m" in coloured
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
@@ -318,7 +318,7 @@ sys.exit(statusview.show(fetch, watch=True, as_json=False, stream=sys.stdout))
 class Terminal:
     """`status --watch` on a terminal of its own."""
 
-    def __init__(self, gone: Path, **env: str) -> None:
+    def __init__(self, gone: Path, *, leads_its_session: bool = False, **env: str) -> None:
         self.fd, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
         self.process = subprocess.Popen(
@@ -326,7 +326,8 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            start_new_session=True,
+            process_group=None if leads_its_session else 0,
+            start_new_session=leads_its_session,
             env={**os.environ, "TERM": "xterm", **env},
         )
         os.close(slave)
@@ -389,6 +390,26 @@ def test_a_stop_gives_the_terminal_back_until_it_is_continued(terminal: Terminal
     terminal.process.send_signal(signal.SIGCONT)
     terminal.wait_for(statusview.ENTER_SCREEN, after=at)
     terminal.wait_for("look-", after=at)
+
+
+def test_where_no_shell_could_continue_it_a_stop_only_redraws(gone: Path) -> None:
+    """As the only program of an `ssh -t` or a `docker exec -t`: stopped there it would hang for good, Ctrl-C or not."""
+    terminal = Terminal(gone, leads_its_session=True)
+    at = terminal.wait_for("look-2")
+    terminal.process.send_signal(signal.SIGTSTP)
+    at = terminal.wait_for(statusview.ENTER_SCREEN, after=terminal.wait_for(LEAVE_SCREEN, after=at) - 1)
+    terminal.wait_for("look-", after=at)
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(10) == 0
+    terminal.close()
+
+
+@pytest.mark.parametrize("name", ["dumb", ""])
+def test_a_terminal_that_can_move_no_cursor_gets_one_table_after_the_other(gone: Path, name: str) -> None:
+    terminal = Terminal(gone, TERM=name)
+    terminal.wait_for("look-3")
+    terminal.close()
+    assert "\x1b" not in terminal.seen
 
 
 def test_no_color_is_respected(gone: Path) -> None:

@@ -199,6 +199,10 @@ NAMES = ["", "1a", "a b", "a\n", "é", "a{b}", "a" * 201]
             (a_family(name, "gauge"), "collision")
             for name in ["up", "scrape_duration_seconds", "process_open_fds", "python_info", "spooled_supervisor_x"]
         ],
+        *[
+            (a_family(name, "counter"), "collision")
+            for name in ["process_cpu_seconds", "python_gc_collections", "spooled_supervisor_x"]
+        ],
         (a_family("taken"), "collision"),
         (a_family("taken_total", "gauge"), "collision"),
     ],

@@ -355,6 +355,7 @@ def test_events_become_records_of_the_programs_log(caplog: pytest.LogCaptureFixt
     assert first.getMessage().startswith("job_failed job_id=j queue_name=q slot=0 kind=failed error=")
     assert "sp_test" not in first.getMessage()
     assert first.event == "job_failed"  # type: ignore[attr-defined] # an extra of the record
+    assert first.fields["error"] == "no ***\nor ***"  # type: ignore[attr-defined] # formatters print extras
     assert second.levelname == "WARNING"
     assert "message=careful" in second.getMessage()
 
