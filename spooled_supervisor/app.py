@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from spooled_supervisor.errors import JobAborted, NonRetryableError
+from spooled_supervisor.highfd import move_high
 
 __all__ = ["AbortSignal", "App", "Handler", "JobAborted", "JobContext", "NonRetryableError", "Reporter"]
 
@@ -22,6 +23,8 @@ LogLevel = Literal["debug", "info", "warn", "error"]
 OnAbort = Literal["signal", "raise"]
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MAX_QUEUE_NAME = 100
+MAX_WAIT_S = 2_000_000.0
+"""What poll(2) can count, in milliseconds; no job runs for so long."""
 
 
 def queue_name_problem(name: object) -> str | None:
@@ -125,7 +128,7 @@ class AbortSignal:
         With `on_abort="raise"` it raises JobAborted instead of returning True, in the main thread.
         """
         if self._eventfd is None:
-            made = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made = move_high(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             if self._eventfd is None:
                 self._eventfd = made
             else:  # another thread was faster, and may sleep on that one already
@@ -133,7 +136,7 @@ class AbortSignal:
         if not self.aborted:  # asked after the eventfd exists: an abort in between has not been missed
             poll = select.poll()
             poll.register(self._eventfd, select.POLLIN)
-            poll.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+            poll.poll(None if timeout_s is None or timeout_s > MAX_WAIT_S else max(0.0, timeout_s * 1000))
         self._on_return()
         return self.aborted
 

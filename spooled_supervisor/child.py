@@ -12,6 +12,7 @@ the supervisor's first, so that the stack is there even when a C call never lets
 
 from __future__ import annotations
 
+import contextvars
 import faulthandler
 import gc
 import inspect
@@ -33,6 +34,7 @@ from spooled_supervisor import cgroups, childmetrics, frames, kernel, timing
 from spooled_supervisor.app import AbortSignal, App, Handler, JobContext
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.family import lower_priority, raised_oom_score
+from spooled_supervisor.highfd import move_high
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.rates import LineRate
 from spooled_supervisor.results import NotJson, encode_result
@@ -41,6 +43,8 @@ from spooled_supervisor.wording import PACKAGE_DIR, clip_text, describe_error, s
 
 if TYPE_CHECKING:
     import asyncio
+
+    from spooled_supervisor.childloop import ChildLoop
 
 ABORT_SIGNAL = signal.SIGRTMIN + 3
 STACK_SIGNAL = signal.SIGRTMIN + 4
@@ -64,7 +68,8 @@ READ_BYTES = 64 * 1024
 """All that a pipe holds (pipe(7)). A megabyte would be mapped and given back for every frame, which takes 10 us."""
 NEXT_JOB_MS = 2
 """A child that has no other job after this is idle, as far as its title tells."""
-_loads, _dumps = json.loads, json.dumps  # our own references: what a handler replaces in the module, it keeps
+# Our own references: what a handler replaces in the module, it keeps. (gevent does so with `poll`, which then blocks.)
+_loads, _dumps, _poll = json.loads, json.dumps, select.poll
 
 
 NO_SIGNAL = AbortSignal()
@@ -85,7 +90,7 @@ class Child:
         self._oom_score = raised_oom_score()
         self._decoder = frames.decoder_of_jobs()
         self._inbox: list[frames.ToChild] = []
-        self._poll = select.poll()
+        self._poll = _poll()
         self._lock = threading.RLock()
         self._sending = False
         self._unsent: list[bytes] = []
@@ -100,7 +105,9 @@ class Child:
         self._leaving = False
         self._cgroup_error = ""
         self._log_rate: LineRate | None = None  # made by the first line: an idle child should own little
-        self._runner: asyncio.Runner | None = None
+        self._loop: ChildLoop | None = None
+        self._context = contextvars.copy_context()  # the hooks run in it, and each job in a copy
+        self._is_copy = False  # a process that a handler has forked
         self._baseline = Baseline(on_signals_lost=self._install_signals, kill_leftovers=settings.kills_leftovers)
         self._metrics = childmetrics.Reporter(lambda report: self.send(frames.Metrics(report)))
 
@@ -146,9 +153,9 @@ class Child:
 
     def _take_pipes(self, slot: int, jobs_fd: int, reports_fd: int, stack_fd: int) -> None:
         self._slot = slot
-        self._jobs_fd, self._reports_fd = kernel.move_high(jobs_fd), kernel.move_high(reports_fd)
-        self._stack_fd = kernel.move_high(stack_fd)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._jobs_fd, self._reports_fd = move_high(jobs_fd), move_high(reports_fd)
+        self._stack_fd = move_high(stack_fd)
+        self._wake_fd = move_high(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._poll.register(self._jobs_fd, select.POLLIN)
         self._poll.register(self._wake_fd, select.POLLIN)
 
@@ -195,7 +202,10 @@ class Child:
 
     def _let_go(self) -> None:
         """In a process that a handler forked: it must neither take our frames nor write any, and it ends by SIGTERM as
-        any other does (`multiprocessing` terminates its processes so), where our handler would only raise in it."""
+        any other does (`multiprocessing` terminates its processes so), where our handler would only raise in it. What
+        it logs is printed."""
+        self._is_copy = True
+        self._lock, self._sending, self._unsent = threading.RLock(), False, []  # of a thread that was not copied, maybe
         for fd in (self._jobs_fd, self._reports_fd, self._wake_fd):
             try:
                 os.close(fd)
@@ -236,9 +246,9 @@ class Child:
         self._baseline.take(hooks_have_run=bool(self._app.child_start_hooks))
 
     def _call_hook(self, hook: Callable[[], Any]) -> None:
-        result = hook()
+        result = self._context.run(hook)
         if inspect.iscoroutine(result):
-            self._async_runner().run(result)
+            self._async_loop().run(result, self._context)
 
     def _set_title(self, what: str) -> None:
         kernel.set_title(f"spooled-supervisor: child {self._slot} {what}")
@@ -323,7 +333,7 @@ class Child:
             return
         self._is_taking = True
         try:
-            poll = select.poll()
+            poll = _poll()
             poll.register(self._jobs_fd, select.POLLIN)
             while self._abort_waits:
                 self._abort_waits = False
@@ -410,8 +420,8 @@ class Child:
 
     def _call(self, handler: Handler, context: JobContext) -> Any:
         if is_async(handler.function):
-            return self._async_runner().run(self._run_async(handler, context))
-        return call_handler(handler.function, context, self)
+            return self._async_loop().run(self._run_async(handler, context), self._context.copy())
+        return self._context.copy().run(call_handler, handler.function, context, self)
 
     async def _run_async(self, handler: Handler, context: JobContext) -> Any:
         """Run an async handler as this task, and cancel the tasks that it leaves behind."""
@@ -435,12 +445,12 @@ class Child:
                 other.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
-    def _async_runner(self) -> asyncio.Runner:
-        if self._runner is None:
-            import asyncio
+    def _async_loop(self) -> ChildLoop:
+        if self._loop is None:
+            from spooled_supervisor.childloop import ChildLoop
 
-            self._runner = asyncio.Runner()
-        return self._runner
+            self._loop = ChildLoop()
+        return self._loop
 
     def _success(self, run: int, value: Any) -> frames.Answer:
         try:
@@ -471,6 +481,8 @@ class Child:
 
     def _unfit(self) -> str | None:
         """Why this child must not run another job."""
+        if self._loop is not None and (why := self._loop.unfit()) is not None:
+            return why
         if self._raised:
             return "aborted"  # JobAborted was raised somewhere inside: locks may be held for ever
         return "terminated" if self._leaving else None
@@ -478,7 +490,9 @@ class Child:
     # --- what handlers say -----------------------------------------------------------------------------------------
 
     def report_progress(self, run: int, percent: float, message: str | None) -> None:
-        """Of a run that is over, by a thread that it has left behind, nothing is told."""
+        """Of a run that is over, by a thread that it has left behind, nothing is told; nor by a copy of the process."""
+        if self._is_copy:
+            return
         frame = frames.Progress(run, percent, None if message is None else clip_text(message))
         with self._lock:
             if run == self._run:
@@ -489,6 +503,9 @@ class Child:
 
     def report_log(self, severity: str, message: str, meta: str | None, source: str) -> None:
         """One line; beyond the rate it is only counted, so that a chatty handler cannot keep the supervisor busy."""
+        if self._is_copy:
+            print(f"{severity}: {message}", file=sys.stderr)  # noqa: T201 # the job's output, which is logged, too
+            return
         if self._may_log():
             self.send(frames.Log(self._run, severity, clip_text(message), meta, source))
         self._raise_if_due()

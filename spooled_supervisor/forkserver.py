@@ -28,6 +28,7 @@ import argparse
 import array
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import socket
@@ -224,7 +225,9 @@ def preload_and_serve(control: socket.socket, settings: frames.Preload, app: App
             sys.path.extend(entry for entry in settings.search_path if entry not in sys.path)
             app = load_app(settings.app, settings.queue_names, "raise" if settings.on_abort == "raise" else "signal")
         for hook in app.preload_hooks:
-            hook()
+            if inspect.iscoroutine(coroutine := hook()):
+                coroutine.close()
+                raise AppError(f"{settings.app}: an on_preload hook cannot be async: a loop does not survive a fork")
     except BaseException as error:
         if os.getpid() == pid:  # an app that forks at import must not answer twice
             text = str(error) if isinstance(error, AppError) else _app_error_text(settings.app, error)

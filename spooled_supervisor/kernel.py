@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found] # it has no stubs
 import ctypes
-import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable
@@ -62,27 +61,6 @@ def set_name(name: str) -> None:
     """What the kernel calls this process, 15 bytes: forks inherit it, and it outlives the process, which a title does
     not (prctl(2), PR_SET_NAME). Setting a title sets it as well."""
     _libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
-
-
-HIGH_FD = 300
-
-
-def duplicate_high(fd: int) -> int:
-    """The same description under a number so high that no handler which tidies up "3 and above" by habit meets it.
-
-    Close-on-exec. Where RLIMIT_NOFILE allows no such number, any other.
-    """
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
-    except OSError:  # EINVAL
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-
-
-def move_high(fd: int) -> int:
-    """As `duplicate_high`, and the old number is closed."""
-    high = duplicate_high(fd)
-    os.close(fd)
-    return high
 
 
 SIGNAL_STACK_BYTES = 256 * 1024

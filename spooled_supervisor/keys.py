@@ -21,8 +21,8 @@ class ApiKey:
     def __init__(self, config: ApiConfig, on_new: Callable[[str], None] = lambda _: None) -> None:
         self._key = config.key.reveal()
         self._file: Path | None = config.key_file
-        self._stamp = self._look()
-        self._looked_at = now()
+        self._stamp: tuple[int, int, int] | None = None  # unknown: it may have changed since the start read it
+        self._looked_at = now() - LOOK_AGAIN_S
         self._on_new = on_new
 
     def __call__(self) -> str:

@@ -12,6 +12,7 @@ the random generators, native threads of numeric libraries.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -25,6 +26,7 @@ from _thread import _count as thread_count  # those below the threading module t
 from collections.abc import Callable
 
 from spooled_supervisor import family, kernel, processes
+from spooled_supervisor.highfd import duplicate_high, move_high
 
 MAX_NEW_FDS = 32
 """A few connections may be kept on purpose; more than this is a leak that ends in EMFILE."""
@@ -37,10 +39,13 @@ LIMITS = (
     resource.RLIMIT_CPU,
     resource.RLIMIT_DATA,
     resource.RLIMIT_FSIZE,
+    resource.RLIMIT_MEMLOCK,
     resource.RLIMIT_NOFILE,
     resource.RLIMIT_NPROC,
+    resource.RLIMIT_SIGPENDING,
     resource.RLIMIT_STACK,
 )
+"""Those that a handler may change for a reason; each takes 0.5 us a job."""
 SIGNALS = tuple(map(int, signal.valid_signals()))
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 LOOP_THREADS = "asyncio_"
@@ -66,7 +71,9 @@ class Baseline:
             self._restore_limits,
             self._look_at_threads,
             self._look_at_fds,
+            self._look_at_multiprocessing,
         )
+        self._home_fd = -1
         self._take_what_is_inherited()
 
     def take(self, *, hooks_have_run: bool) -> None:
@@ -75,15 +82,20 @@ class Baseline:
             self._take_what_is_inherited()
             if _has_children():  # started by the hooks: they stay
                 self._helpers = [(stat.pid, stat.start) for stat in processes.descendants(os.getpid())]
-        self._std = {fd: (_identity(fd), kernel.duplicate_high(fd)) for fd in (0, 1, 2)}
-        self._handlers = {number: kernel.getsignal(number) for number in SIGNALS}
+        self._std = {fd: (_identity(fd), duplicate_high(fd)) for fd in (0, 1, 2)}
+        self._handlers = [*map(kernel.getsignal, SIGNALS)]
         self._mask = kernel.pthread_sigmask(signal.SIG_BLOCK, ())
         self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         self._affinity = os.sched_getaffinity(0)
+        self._policy = (os.sched_getscheduler(0), os.sched_getparam(0))
         self._lowest_fd = _lowest_free_fd()
 
     def _take_what_is_inherited(self) -> None:
-        self._cwd = os.getcwd()
+        if self._home_fd >= 0:
+            os.close(self._home_fd)
+        # Not its name: a deployment may remove the directory that we run in.
+        self._home_fd = move_high(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._home = _identity(self._home_fd)
         self._umask = os.umask(0)
         os.umask(self._umask)
         self._environ = dict(_raw_environ())
@@ -110,17 +122,19 @@ class Baseline:
         for fd, (identity, copy) in self._std.items():
             if _identity(fd) != identity:
                 os.dup2(copy, fd)
+            if not os.get_blocking(fd):  # programs that a job has run leave it so, too
+                os.set_blocking(fd, True)
         return "closed stream" if any(stream is not None and stream.closed for stream in self._streams) else None
 
     def _restore_signals(self) -> str | None:
         for timer in TIMERS:
             if signal.getitimer(timer) != (0.0, 0.0):
                 signal.setitimer(timer, 0)
-        changed = [n for n, handler in self._handlers.items() if kernel.getsignal(n) is not handler]
-        for number in changed:
-            handler = self._handlers[number]
-            kernel.set_handler(number, kernel.SIG_DFL if handler is None else handler)
-        if changed:
+        handlers = [*map(kernel.getsignal, SIGNALS)]
+        if handlers != self._handlers:
+            for number, handler, before in zip(SIGNALS, handlers, self._handlers, strict=True):
+                if handler is not before:
+                    kernel.set_handler(number, kernel.SIG_DFL if before is None else before)
             self._on_signals_lost()
         if kernel.pthread_sigmask(signal.SIG_BLOCK, ()) != self._mask:
             kernel.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -129,21 +143,21 @@ class Baseline:
     def _restore_surroundings(self) -> str | None:
         os.umask(self._umask)
         if not self._is_at_home():
-            os.chdir(self._cwd)
+            os.fchdir(self._home_fd)
         if _raw_environ() != self._environ:
             for name in set(os.environb) - set(self._environ):
                 del os.environb[name]
             os.environb.update(self._environ)
+            time.tzset()  # the C library keeps what TZ was
         return None
 
     def _is_at_home(self) -> bool:
-        try:
-            return os.getcwd() == self._cwd
-        except OSError:  # the directory was removed under it
-            return False
+        stat = os.stat(".")
+        return (stat.st_dev, stat.st_ino) == self._home
 
     def _restore_interpreter(self) -> str | None:
         gc.enable()
+        faulthandler.cancel_dump_traceback_later()
         if logging.root.manager.disable:
             logging.disable(logging.NOTSET)
         if socket.getdefaulttimeout() is not None:
@@ -156,6 +170,22 @@ class Baseline:
         return None
 
     def _restore_limits(self) -> str | None:
+        unfit = self._restore_rlimits()
+        if os.getpriority(os.PRIO_PROCESS, 0) != self._nice:
+            try:
+                os.setpriority(os.PRIO_PROCESS, 0, self._nice)
+            except OSError:
+                unfit = "nice"
+        if os.sched_getscheduler(0) != self._policy[0]:
+            try:
+                os.sched_setscheduler(0, *self._policy)
+            except OSError:
+                unfit = "scheduling policy"
+        if os.sched_getaffinity(0) != self._affinity:
+            os.sched_setaffinity(0, self._affinity)
+        return unfit
+
+    def _restore_rlimits(self) -> str | None:
         unfit = None
         for limit, before in self._limits.items():
             if resource.getrlimit(limit) != before:
@@ -163,13 +193,6 @@ class Baseline:
                     resource.setrlimit(limit, before)
                 except (ValueError, OSError):  # a lowered hard limit stays lowered
                     unfit = "resource limit"
-        if os.getpriority(os.PRIO_PROCESS, 0) != self._nice:
-            try:
-                os.setpriority(os.PRIO_PROCESS, 0, self._nice)
-            except OSError:
-                unfit = "nice"
-        if os.sched_getaffinity(0) != self._affinity:
-            os.sched_setaffinity(0, self._affinity)
         return unfit
 
     def _look_at_threads(self) -> str | None:
@@ -188,12 +211,19 @@ class Baseline:
     def _look_at_fds(self) -> str | None:
         return "descriptors" if _lowest_free_fd() > self._lowest_fd + MAX_NEW_FDS else None
 
+    def _look_at_multiprocessing(self) -> str | None:
+        """Its fork server was killed with the rest, and it would wait for that one before it starts another."""
+        module = sys.modules.get("multiprocessing.forkserver")
+        pid = getattr(getattr(module, "_forkserver", None), "_forkserver_pid", None)
+        return "multiprocessing" if pid is not None and not os.path.exists(f"/proc/{pid}") else None
+
     # --- processes that the job has started ----------------------------------------------------------------------
 
     def clear_leftovers(self) -> family.Swept:
         """Reap what the job has left dead; kill what it has left alive, or keep and count it."""
         if not _has_children():
             return NOTHING_LEFT
+        self._restore_rlimits()  # without a free descriptor nobody would be found
         _reap(time.monotonic())
         swept = family.kill_descendants(os.getpid(), spare=self._helpers, kill=self._kills_leftovers)
         # What ended by itself between the two is in no list and yet a zombie, or about to be one.

@@ -23,12 +23,12 @@ PACKAGE = "spooled_supervisor"
 ROOT = Path(spooled_supervisor.__file__).parent
 
 LAYERS = (
-    "errors timing kernel job events app __init__",
+    "errors timing highfd kernel job events app __init__",
     "options config",
     "results frames lifecycle leases",
     "exits processes cgroups hunt family resources tidy",
     "outbox poison",
-    "rates wording output childmetrics child forkserver forkclient copies",
+    "rates wording output childmetrics childloop child forkserver forkclient copies",
     "childcgroups childlink plan graveyard pool",
     "troubles proto.*",
     "api.__init__ api.gate api.answers api.values api.messages api.claims api.service api.wire api.httpx_wire",

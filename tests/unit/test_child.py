@@ -59,6 +59,7 @@ class Supervisor:
         nothing_left: Any = SimpleNamespace(
             take=lambda **_: None, clear_leftovers=lambda: SimpleNamespace(names=()), restore=lambda: None
         )  # tidying up this process is not wanted
+        os.close(self.child._baseline._home_fd)
         self.child._baseline = nothing_left
         self._decoder = frames.decoder_of_child()
         self._next_run = 1
@@ -103,8 +104,8 @@ class Supervisor:
 
     def close(self) -> None:
         child = self.child
-        if child._runner is not None:
-            child._runner.close()
+        if child._loop is not None:
+            child._loop._runner.close()
         child._signal.close()
         of_child = (child._jobs_fd, child._reports_fd, child._stack_fd, child._wake_fd, child._null)
         for fd in (self.jobs_fd, self.reports_fd, *of_child):

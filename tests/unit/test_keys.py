@@ -45,11 +45,19 @@ def test_a_key_without_a_file_never_changes(clock: FakeClock) -> None:
 
 def test_a_rotated_key_is_read_again_after_a_while(clock: FakeClock, file: Path) -> None:
     key = a_key(file)
+    assert key() == "first"
     file.write_text("second-longer\n")
     clock.advance(LOOK_AGAIN_S - 0.1)
     assert key() == "first"
     clock.advance(0.1)
     assert key() == "second-longer"
+
+
+def test_a_key_that_was_rotated_while_the_app_was_imported_is_the_first_to_be_used(
+    clock: FakeClock, file: Path
+) -> None:
+    file.write_text("second\n")  # "first" was read from it long ago
+    assert a_key(file)() == "second"
 
 
 def test_a_file_that_is_replaced_by_one_of_the_same_size_is_read_again(clock: FakeClock, file: Path) -> None:

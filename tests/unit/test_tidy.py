@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def baseline(signals: Signals) -> Iterator[Baseline]:
     made = Baseline(on_signals_lost=signals, kill_leftovers=True)
     made.take(hooks_have_run=True)
     yield made
-    for _, copy in made._std.values():
-        os.close(copy)
+    for fd in (made._home_fd, *(copy for _, copy in made._std.values())):
+        os.close(fd)
 
 
 def umask() -> int:
@@ -74,6 +75,16 @@ def lower_a_soft_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
 
 
+def lower_locked_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, hard))
+
+
+def live_in_tokyo() -> None:
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
+
+
 def block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGRTMIN + 3})
 
@@ -87,6 +98,13 @@ LOOKS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "handler": (lambda: signal.signal(signal.SIGUSR1, print), lambda: signal.getsignal(signal.SIGUSR1)),
     "mask": (block_signals, lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "limit": (lower_a_soft_limit, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "locked memory": (lower_locked_memory, lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)),
+    "time zone": (live_in_tokyo, lambda: time.localtime(0).tm_hour),
+    "policy": (
+        lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)),
+        lambda: os.sched_getscheduler(0),
+    ),
+    "blocking": (lambda: os.set_blocking(1, False), lambda: os.get_blocking(1)),
     "recursion": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
     "gc": (gc.disable, gc.isenabled),
     "logging": (lambda: logging.disable(50), lambda: logging.root.manager.disable),
@@ -162,7 +180,7 @@ def test_what_cannot_even_be_looked_at_makes_the_child_unfit(
     baseline: Baseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getcwd", None)
+        patch.setattr(os, "stat", None)
         unfit = baseline.restore()
     assert unfit == "restore_surroundings failed: TypeError"
 
