@@ -281,8 +281,10 @@ class Pool:
 
     @property
     def backed_off(self) -> int:
-        """Slots without a child whose last one failed."""
-        return sum(slot.child is None and slot.backoff.failures > 0 for slot in self._slots)
+        """Slots whose last child failed, and whose next one, if it is there at all, has not become ready."""
+        return sum(
+            slot.backoff.failures > 0 and (slot.child is None or slot.child.ready_at is None) for slot in self._slots
+        )
 
     @property
     def jobs_held(self) -> int:

@@ -15,8 +15,9 @@ from spooled_supervisor.config import PoolConfig
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkServerKeeper
 from spooled_supervisor.job import Outcome
+from spooled_supervisor.lifecycle import ChildState
 from spooled_supervisor.pool import Pool
-from tests.support.fakes import Spawned, make_job, make_lease
+from tests.support.fakes import Spawned, make_child, make_job, make_lease
 
 
 class FakeKeeper:
@@ -123,5 +124,26 @@ def test_who_waits_for_the_pool_hears_that_a_waiting_run_was_taken_back(is_there
         assert yard.changes == 0, "not while the caller is about to settle it"
         await a_moment()
         assert yard.changes == is_there
+
+    play(story)
+
+
+# --- children that fail -----------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_backed_off_until_a_child_of_it_is_ready_again() -> None:
+    async def story(yard: Yard) -> None:
+        first, second = yard.pool.slots
+        assert yard.pool.backed_off == 0
+        first.backoff.next_delay()
+        assert yard.pool.backed_off == 1
+        first.child, second.child = make_child(0, ChildState.STARTING), make_child(1, ChildState.STARTING)
+        first.child.ready_at = second.child.ready_at = None
+        assert yard.pool.backed_off == 1, "it tries again, and that is all; the other has never failed"
+        first.child.ready_at = 5.0
+        assert yard.pool.backed_off == 0
+        first.child = None
+        first.backoff.reset()
+        assert yard.pool.backed_off == 0
 
     play(story)
