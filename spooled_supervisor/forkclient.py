@@ -35,6 +35,9 @@ BOOTSTRAP = "import sys; sys.path.append(sys.argv[2]); from spooled_supervisor.f
 package's own place comes last, for a source tree that is not installed. (It also makes room for process titles, which
 must fit into the space of the arguments that they replace.)"""
 CLOSE_LIMIT_S = 1.0
+RETIRE_LIMIT_S = 5.0
+"""A fork server that another one has replaced is killed after this: while it stays, nobody notices the end of the next.
+Its children live on."""
 RESTART_FIRST_S = 0.1
 RESTART_CAP_S = 30.0
 SCRUBBED = (
@@ -426,6 +429,7 @@ class ForkServerKeeper:
             await self._start_one()
             if old is not None:
                 old.retire()
+                asyncio.get_running_loop().call_later(RETIRE_LIMIT_S, old.kill)
                 self._retired = [server for server in (*self._retired, old) if server.is_alive]
             return self.generation
 
@@ -519,7 +523,10 @@ async def _see_gone(server: ForkServer) -> None:
 
 
 def _is_readable(sock: socket.socket) -> bool:
-    return bool(select.select([sock], [], [], 0)[0])
+    """By poll: select(2) knows no descriptor from 1024 on, which a program that we are a guest in may well have."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _pipe(*, reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:

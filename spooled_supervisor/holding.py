@@ -34,7 +34,7 @@ RENEW_TIMEOUT_S = 10.0
 LOST_GRACE_S = 1.0
 """A handler whose lease is gone has at most this long to stop by itself."""
 WAIT_FOR_CHILD_S = 30.0
-"""Claimed jobs wait this long when no child is usable at all; then they are given back."""
+"""Claimed jobs wait until no child has been usable at all for so long; then they are given back."""
 LAG_WORTH_TELLING_S = 1.0
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
@@ -82,6 +82,7 @@ class Holder:
         self._alarm = Alarm()
         self._settled = Alarm()
         self.last_tick_at = now()
+        self._usable_at = now()  # when a child last was
         self._outbox_problem: str | None = None  # the last one that was told
         self.given_up = 0  # outcomes that never reached the service
 
@@ -184,9 +185,11 @@ class Holder:
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
-    async def _settle(self, lease: Lease, outcome: Outcome, api: Service | None = None, *, tries: int = 0) -> None:
-        await self._outbox.decide(lease.job, outcome, started_at=lease.started_at)
-        if not await self._settler.settle(lease, outcome, api or self._api, tries=tries):
+    async def _settle(self, lease: Lease, outcome: Outcome, *, worker_id: str | None = None, tries: int = 0) -> None:
+        """Keep the outcome and report it; `worker_id`: in the name of this earlier life."""
+        await self._outbox.decide(lease.job, outcome, started_at=lease.started_at, worker_id=worker_id)
+        api = self._api if worker_id is None else self._api.acting_as(worker_id)
+        if not await self._settler.settle(lease, outcome, api, tries=tries):
             self.given_up += 1
         self._outbox.forget(lease.job)
         self._settled.ring()
@@ -214,7 +217,7 @@ class Holder:
             self._leases.decided(lease)
             # An outcome may have been sent and taken before the end; the failure of an unfinished job cannot have been.
             tries = 1 if leftover.outcome is not None else 0
-            self._spawn(self._settle(lease, outcome, self._api.acting_as(leftover.worker_id), tries=tries), "settle")
+            self._spawn(self._settle(lease, outcome, worker_id=leftover.worker_id, tries=tries), "settle")
 
     def hold_again(self) -> None:
         """The outbox has got its file back: what is held now is not in it."""
@@ -253,7 +256,9 @@ class Holder:
         self._progress.tick(at)
         self._keep_outbox(at)
         self._on_tick(at)
-        if not self._pool.usable:
+        if self._pool.usable:
+            self._usable_at = at
+        else:
             self._return_stranded(at)
 
     def _keep_outbox(self, at: float) -> None:
@@ -333,7 +338,7 @@ class Holder:
 
     def _return_stranded(self, at: float) -> None:
         for run in self._pool.waiting:
-            if at - run.claimed_at > WAIT_FOR_CHILD_S:
+            if at - max(run.claimed_at, self._usable_at) > WAIT_FOR_CHILD_S:
                 self._pool.withdraw(run.job.key)
                 self._return(run.lease, "not started: the worker has no usable child")
 

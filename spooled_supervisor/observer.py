@@ -144,7 +144,7 @@ class Observer:
         if not self._keeper.is_ready:
             reasons.append("the fork server is down")
         if self._pool.backed_off == len(self._pool.slots):
-            reasons.append("every child fails: all slots wait before they try again")
+            reasons.append("every child fails: no slot has one that is ready")
         if self._keeper.failed is not None:
             reasons.append(f"the fork server is not looked after: {self._keeper.failed!r}")
         for name, queue in self._claimer.queues.items():

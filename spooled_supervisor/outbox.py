@@ -132,8 +132,10 @@ class Outbox:
         """The lease counts from this instant now."""
         self._write(_RENEW, [(started_at, wall() - (now() - started_at), self._boot_id, *_key(job))])
 
-    async def decide(self, job: Job, outcome: Outcome, *, started_at: float) -> None:
+    async def decide(self, job: Job, outcome: Outcome, *, started_at: float, worker_id: str | None = None) -> None:
         """Keep the outcome: when this returns it is on disk, or `problem` says why not.
+
+        `worker_id`: who holds the lease, if it is an earlier life under another id; only that one can report it.
 
         A small one is written before the first suspension. Not cancel-safe: a big one may be written afterwards.
         """
@@ -141,7 +143,7 @@ class Outbox:
         error = None if isinstance(outcome, Succeeded) else error_text(outcome)
         retryable = not isinstance(outcome, Failed) or outcome.retryable
         size = len(result or b"") + len(error or "")
-        row = self._row(job, result, error, retryable, started_at=started_at)
+        row = self._row(job, result, error, retryable, started_at=started_at, worker_id=worker_id)
         self._on_their_way[_key(job)] = (now(), size, row)
         self._bytes += size
         if size <= BIG_BYTES or self._db is None:
@@ -245,13 +247,14 @@ class Outbox:
         retryable: bool,
         *,
         started_at: float | None = None,
+        worker_id: str | None = None,
     ) -> Row:
         started_at = job.requested_at if started_at is None else started_at
         return (
             *_key(job),
             job.queue_name,
             self._api_url,
-            self._worker_id,
+            self._worker_id if worker_id is None else worker_id,
             job.retry_count,
             job.max_retries,
             job.timeout_s,

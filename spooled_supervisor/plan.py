@@ -130,12 +130,13 @@ def _end(child: ChildLink) -> Action:
     match child.state:
         case ChildState.BUSY if run is not None and run.started_at is not None:
             return TimeOut(child)
-        case ChildState.BUSY:
-            return Kill(child, "unresponsive")  # it has never taken the job from its pipe
-        case ChildState.ABORTING:
-            reason = run.abort_reason if run is not None else None
+        case ChildState.ABORTING if run is not None and run.abort_reason not in (None, "shutdown"):
+            return Kill(child, run.abort_reason)
+        case ChildState.ABORTING if run is not None and run.started_at is not None:
             # A drain only asks: what ends a job that goes on is then its own limit, or the supervisor itself.
-            return Kill(child, "timeout" if reason in (None, "shutdown") else reason)
+            return Kill(child, "timeout")
+        case ChildState.BUSY | ChildState.ABORTING:
+            return Kill(child, "unresponsive")  # it has never taken the job from its pipe
         case ChildState.STARTING:
             return Kill(child, "boot")
         case _:

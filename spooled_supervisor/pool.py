@@ -88,6 +88,7 @@ class Pool:
         self._waiting: deque[Run] = deque()
         self._next_run = 1
         self._is_replacing = True  # children that are missing are started
+        self._is_ending = False  # they never will be again
         self._forks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._ignored: list[ChildLink] = []  # their reports are read when the answers are handed on
@@ -132,6 +133,7 @@ class Pool:
         for run in self._waiting:
             if run.job.key == key:
                 self._waiting.remove(run)
+                self._loop.call_soon(self._on_change)  # a drain may be over with it
                 return run
         return None
 
@@ -164,15 +166,15 @@ class Pool:
         return True
 
     def kill_all(self, reason: str, *, verdict: Outcome | None = None) -> None:
-        """Kill every family; nobody is replaced."""
-        self._is_replacing = False
+        """Kill every family; nobody is replaced any more, whoever waits."""
+        self._is_replacing, self._is_ending = False, True
         for child in self.children:
             if child.run is not None:
                 _decide(child.run, verdict)
             self._kill(child, reason)
 
     def stop_replacing(self) -> None:
-        """Children that leave or die are not replaced any more."""
+        """Children that leave or die are not replaced any more, unless a run that one has not begun needs it."""
         self._is_replacing = False
 
     def retire_idle(self) -> None:
@@ -279,8 +281,10 @@ class Pool:
 
     @property
     def backed_off(self) -> int:
-        """Slots without a child whose last one failed."""
-        return sum(slot.child is None and slot.backoff.failures > 0 for slot in self._slots)
+        """Slots whose last child failed, and whose next one, if it is there at all, has not become ready."""
+        return sum(
+            slot.backoff.failures > 0 and (slot.child is None or slot.child.ready_at is None) for slot in self._slots
+        )
 
     @property
     def jobs_held(self) -> int:
@@ -795,6 +799,8 @@ class Pool:
         elif never_started and run.times_given < MAX_TIMES_GIVEN:
             run.abort_reason = None  # whoever gets it is told anew
             self._waiting.appendleft(run)
+            self._is_replacing = not self._is_ending  # in a drain nobody is replaced, but this one needs a child
+            self._loop.call_soon(self.turn)  # another one may be idle
             return
         was = "was " if cause.startswith("killed") else ""
         _decide(run, Crashed(f"the child {was}{cause} without an outcome", tail))

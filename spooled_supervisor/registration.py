@@ -69,10 +69,12 @@ class Registration:
         self._on_command = on_command
         self._on_refused = on_refused
         self._alarm = Alarm()
-        self._backoff = Backoff(RETRY_FIRST_S, RETRY_CAP_S)
+        self._backoffs = {name: Backoff(RETRY_FIRST_S, RETRY_CAP_S) for name in ("register", "heartbeat")}
         self._interval_s = INTERVAL_S
         self._turn = asyncio.Lock()  # one request about our row at a time
         self._is_leaving = False
+        self._is_outdated = False  # our row says what we were before
+        self._register_at = 0.0  # an outdated row is not told anew before
         self.is_registered = False
         self.last_beat_at: float | None = None
 
@@ -85,10 +87,13 @@ class Registration:
         return silent_s if silent_s > max(SILENT_S, 2 * self._interval_s) else None
 
     def describe(self, *, queue_names: tuple[str, ...] | None = None, max_concurrency: int | None = None) -> None:
-        """We serve other queues, or more jobs at once, from now on: register again, under the same id."""
+        """We serve other queues, or more jobs at once, from now on: register again, under the same id.
+
+        Until that is accepted our row stays, and heartbeats go on.
+        """
         self._queue_names = queue_names or self._queue_names
         self._max_concurrency = max_concurrency or self._max_concurrency
-        self.is_registered = False
+        self._is_outdated, self._register_at = True, 0.0
         self._alarm.ring()
 
     def beat_now(self) -> None:
@@ -101,7 +106,8 @@ class Registration:
         await self._alarm.wait_until(now() + jittered(0.05, 1.0))  # a fleet that starts together does not ask together
         while not self._is_leaving:
             async with self._turn:
-                delay = await (self._beat() if self.is_registered else self._register())
+                must_register = not self.is_registered or (self._is_outdated and now() >= self._register_at)
+                delay = await (self._register() if must_register else self._beat())
             await self._alarm.wait_until(now() + delay)
 
     async def deregister(self, timeout_s: float) -> bool:
@@ -133,9 +139,12 @@ class Registration:
                 timeout_s=TIMEOUT_S,
             )
         except (ApiUnavailable, ApiRefused) as error:
-            return self._failed("register", error)
+            delay = self._failed("register", error)
+            self._register_at = now() + delay
+            return 0.0 if self.is_registered else delay  # a row that is out of date is kept alive
         self._worked("register")
-        self.is_registered = told == (self._queue_names, self._max_concurrency)  # else we are others by now
+        self.is_registered = True
+        self._is_outdated = told != (self._queue_names, self._max_concurrency)  # we are others by now
         self._adopt_interval(registration.heartbeat_interval_s)
         self._events.emit(WorkerRegistered(registration.worker_id, self._queue_names[0], self._interval_s))
         return 0.0
@@ -177,12 +186,12 @@ class Registration:
 
     def _failed(self, operation: str, error: ApiUnavailable | ApiRefused) -> float:
         hint = error.retry_after_s if isinstance(error, ApiUnavailable) else None
-        delay = max(self._backoff.next_delay(), min(hint or 0.0, RETRY_CAP_S))
+        delay = max(self._backoffs[operation].next_delay(), min(hint or 0.0, RETRY_CAP_S))
         self._troubles.failed(operation, str(error), delay)
         if isinstance(error, CredentialsRefused):
             self._on_refused(error)
         return delay
 
     def _worked(self, operation: str) -> None:
-        self._backoff.reset()
+        self._backoffs[operation].reset()
         self._troubles.worked(operation)

@@ -378,7 +378,7 @@ def _children(status: Status, paint: Paint) -> Iterator[str]:
     busy = sum(child["job_id"] is not None for child in children)
     text = f"{busy} of {status.get('procs')} busy, generation {status.get('generation')}"
     if backed_off := status.get("slots_backed_off"):
-        text += f", {backed_off} waiting before they try again"
+        text += f", {backed_off} {'slot' if backed_off == 1 else 'slots'} whose children fail"
     yield paint("Children", "bold") + "  " + fit(text, paint.width - 10)
     if children:
         yield from table(paint, CHILD_COLUMNS, [_child_row(child) for child in children])

@@ -67,7 +67,7 @@ from spooled_supervisor.troubles import Troubles
 STOP_LIMIT_S = 5.0
 """From the kill to the exit: what cannot be settled by then is left to its lease."""
 FLUSH_LIMIT_S = 5.0
-"""After the last job has ended in peace: how long its report may take."""
+"""After the last job has ended in peace: how long its report may take, and before that a claim in flight."""
 LEAVE_LIMIT_S = 2.0
 """For idle children's stop hooks at the end of a drain."""
 DEREGISTER_TIMEOUT_S = 2.0
@@ -471,10 +471,15 @@ class Supervisor:
         self._pool.abort_all("shutdown")
         finish = self._spawn(self._claimer.finish(), "finish claims")
         finish.add_done_callback(lambda _: self._alarm.ring())
-        await self._until(
-            lambda: (finish.done() and not self._pool.jobs_held) or self._wanted is Phase.STOPPING,
-            self._drain_ends_at,
-        )
+
+        def is_over() -> bool:
+            return (finish.done() and not self._pool.jobs_held) or self._wanted is Phase.STOPPING
+
+        await self._until(is_over, self._drain_ends_at)
+        if not is_over() and not self._pool.jobs_held:
+            # What a claim in flight brings is ours, too: unheard, its jobs would wait for the ends of their leases.
+            self._drain_ends_at = now() + FLUSH_LIMIT_S
+            await self._until(is_over, self._drain_ends_at)
 
     async def _kill(self) -> None:
         """Kill what is left, see it dead, settle what is decided; STOP_LIMIT_S for all of it."""

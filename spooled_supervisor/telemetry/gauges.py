@@ -40,7 +40,9 @@ def gauges(now: Snapshot, queue_label: Callable[[str], str]) -> Iterator[Metric]
     yield _labelled("spooled_supervisor_child_uss_bytes", "Memory that only this child has.", "slot", uss)
 
     yield _plain("procs", "Children that are wanted.", now.procs)
-    yield _plain("slots_backed_off", "Slots that wait before they fork again.", now.slots_backed_off)
+    yield _plain(
+        "slots_backed_off", "Slots whose last child failed and that have no other that is ready.", now.slots_backed_off
+    )
     yield _plain("leases_held", "Leases that are renewed.", now.leases_held)
     yield _plain("unsettled", "Jobs whose outcome the service does not have yet.", now.unsettled)
     yield _plain("outbox_depth", "Outcomes that wait to be reported.", now.outbox_depth)

@@ -302,6 +302,18 @@ def test_job_of_a_claim_that_was_in_flight_at_term_is_given_back(stub: StubApi) 
         assert worker.ledger.runs(job_id) == 0
 
 
+def test_job_of_a_claim_that_is_answered_after_the_drains_time_is_given_back_too(stub: StubApi) -> None:
+    stub.on("claim", Reply(), Reply(delay_s=2.0, commit=True))
+    with stub_worker(stub, procs=1, options=["--shutdown-timeout", "0.5s"]) as worker:
+        stub.wait_for("claim", 2)
+        job_id = stub.add_job(payload={"mode": "ok"})
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        assert "not started" in stub.failed[job_id]
+        assert not stub.leases
+        assert worker.ledger.runs(job_id) == 0
+
+
 @ASKED_FOR_JOBS
 def test_last_attempt_that_arrives_during_the_drain_is_run(stub: StubApi) -> None:
     stub.on("claim", Reply(), Reply(delay_s=0.7, commit=True))
@@ -369,6 +381,19 @@ def test_a_job_that_no_child_has_taken_when_its_own_dies_in_a_drain_goes_back(si
         job = site.client.job(job_id)
         assert (job["status"], job["last_error"]) == ("pending", "not started: the worker is shutting down")
         assert not worker.ledger.runs(job_id)
+
+
+def test_a_last_attempt_that_no_child_has_taken_when_its_own_dies_in_a_drain_is_run_by_another(site: Site) -> None:
+    with site.worker(options=["--procs", "1", "--shutdown-timeout", "25s"]) as worker:
+        (child,) = worker.wait_until_running().children()
+        os.kill(child, signal.SIGSTOP)
+        job_id = site.add("ok", max_retries=0)
+        worker.wait_for_children("busy", 1)
+        worker.signal(signal.SIGTERM)
+        worker.wait_for_event("phase_changed", phase="draining")
+        os.kill(child, signal.SIGKILL)
+        assert worker.wait() == 0
+        assert site.client.job(job_id)["status"] == "completed"
 
 
 # --- signals to more than the supervisor ---------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class FakeOutbox:
 
     def __init__(self) -> None:
         self.jobs: dict[tuple[str, str | None], Outcome | None] = {}
+        self.worker_ids: dict[str, str | None] = {}  # of what was decided, by job
         self.renewals: list[float] = []
         self.problem: str | None = None
         self.replaced: str | None = None
@@ -69,8 +70,9 @@ class FakeOutbox:
     def renewed(self, job: Job, started_at: float) -> None:
         self.renewals.append(started_at)
 
-    async def decide(self, job: Job, outcome: Outcome, *, started_at: float) -> None:
+    async def decide(self, job: Job, outcome: Outcome, *, started_at: float, worker_id: str | None = None) -> None:
         self.jobs[job.key] = outcome
+        self.worker_ids[job.id] = worker_id
 
     def forget(self, job: Job) -> None:
         self.jobs.pop(job.key, None)
@@ -568,6 +570,18 @@ def test_jobs_that_find_no_usable_child_for_long_go_back(house: House) -> None:
     assert house.at("fail")[0] == pytest.approx(WAIT_FOR_CHILD_S, abs=2 * TICK_S)
 
 
+def test_a_job_that_has_waited_long_stays_while_a_child_is_replaced(house: House) -> None:
+    long_s, boot_s = WAIT_FOR_CHILD_S + 10.0, 5.0
+
+    def usable(children: int) -> Callable[[], object]:
+        return lambda: setattr(house.pool, "usable", children)
+
+    house.play(2 * long_s, lambda: house.claim("a"), (long_s, usable(0)), (long_s + boot_s, usable(1)))
+    assert house.api.of("fail") == []
+    house.play(WAIT_FOR_CHILD_S + 2.0, usable(0))
+    assert house.at("fail") == pytest.approx([WAIT_FOR_CHILD_S], abs=2 * TICK_S)
+
+
 def test_jobs_that_wait_for_a_busy_child_stay(house: House) -> None:
     house.play(WAIT_FOR_CHILD_S * 3, lambda: house.claim("a"))
     assert house.api.of("fail") == []
@@ -601,6 +615,7 @@ def test_what_an_earlier_life_has_left_is_reported_in_its_name(house: House) -> 
     assert fail.args[0].id == "running"
     assert "the supervisor ended while it held this job" in fail.args[1]
     assert house.api.acted_as == ["worker-before"] * 2
+    assert house.outbox.worker_ids == {"done": "worker-before", "running": "worker-before"}, "for the next life, too"
     assert house.recorded.of(LeftoverReported) == [
         LeftoverReported("done", "emails", "completed", True),
         LeftoverReported("running", "emails", "failed", False),

@@ -103,6 +103,14 @@ def test_a_big_outcome_is_on_disk_when_decide_returns(box: Outbox, tmp_path: Pat
     assert the_outcome(tmp_path) == Succeeded(big)
 
 
+def test_what_another_worker_id_has_left_keeps_that_id_until_it_is_reported(box: Outbox, tmp_path: Path) -> None:
+    """The service takes it in that name only, and we may end before it has."""
+    job = make_job()
+    for worker_id, found in ((None, "w"), ("w-before", "w-before")):
+        run(box.decide(job, Succeeded(b"1"), started_at=job.requested_at, worker_id=worker_id))
+        assert [leftover.worker_id for leftover in next_life(tmp_path)] == [found]
+
+
 def test_a_forgotten_job_is_gone_after_a_moment_and_at_the_latest_when_the_box_is_closed(tmp_path: Path) -> None:
     async def main(box: Outbox) -> None:
         box.hold([make_job("a"), make_job("b")])

@@ -394,6 +394,14 @@ def test_a_job_that_does_not_stop_is_killed_for_what_it_was_told(abort_reason: s
     assert reason_of(overdue(ChildState.ABORTING, started_at=40.0, abort_reason=abort_reason)) == kill_reason
 
 
+@pytest.mark.parametrize(
+    ("abort_reason", "kill_reason"), [("shutdown", "unresponsive"), (None, "unresponsive"), ("operator", "operator")]
+)
+def test_a_job_that_was_never_begun_has_not_run_out_of_time(abort_reason: str | None, kill_reason: str) -> None:
+    """A drain has told its child to stop, which did not even hear that it has a job."""
+    assert reason_of(overdue(ChildState.ABORTING, started_at=None, abort_reason=abort_reason)) == kill_reason
+
+
 def test_a_child_that_does_not_leave_is_killed() -> None:
     assert reason_of(overdue(ChildState.STOPPING)) == "exit"
 

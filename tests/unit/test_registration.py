@@ -270,6 +270,35 @@ def test_commands_are_handed_on_as_they_came(worker: Worker, answer: HeartbeatAn
     assert worker.commands == commands
 
 
+# --- a change ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [DOWN, FULL])
+def test_a_change_that_the_service_does_not_take_stops_no_heartbeat(worker: Worker, error: Exception) -> None:
+    def change() -> None:
+        worker.api.script("register", error)
+        worker.registration.describe(max_concurrency=9)
+
+    worker.run(600.0, (5.0, change))
+    assert max(gaps(worker.at("heartbeat"))) <= 1.05 * INTERVAL_S + 1e-6
+    assert worker.registration.is_registered
+    refused = worker.at("register")[1:]
+    assert refused[0] == pytest.approx(5.0)
+    assert 8 <= len(refused) <= 20
+    assert gaps(refused)[-1] >= RETRY_CAP_S / 2, "heartbeats that are accepted do not make it ask more often"
+    assert worker.deregister(), "the row is still ours to take off"
+    assert len(worker.api.of("deregister")) == 1
+
+
+def test_a_change_is_told_when_the_service_takes_it_again(worker: Worker) -> None:
+    def change() -> None:
+        worker.api.script("register", DOWN, DOWN, Registered("worker-1", 10.0))
+        worker.registration.describe(queue_names=("faxes",))
+
+    worker.run(60.0, (5.0, change))
+    assert [call.kwargs["queue_names"] for call in worker.api.of("register")[1:]] == [("faxes",)] * 3
+
+
 # --- deregister -------------------------------------------------------------------------------------------------------
 
 
