@@ -7,6 +7,8 @@ event stream, which browsers cannot send headers to.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import uuid
 from urllib.parse import parse_qs
@@ -49,7 +51,8 @@ class Gate:
         except ApiError as refusal:
             await refusal.response()(scope, receive, send_with_id)
         else:
-            await self._app(scope, receive, send_with_id)
+            with contextlib.suppress(asyncio.CancelledError):  # uvicorn's, at a stop that has waited long enough
+                await self._app(scope, receive, send_with_id)
 
     def _admit(self, path: str, headers: list[tuple[bytes, bytes]], query: bytes) -> Claims | None:
         if not path.startswith(API_PREFIX) or path in OPEN_PATHS:

@@ -9,7 +9,7 @@ answers each request in its turn, and refuses in band.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -18,13 +18,16 @@ from spooled_supervisor.devserver.database import DatabaseFault
 from spooled_supervisor.devserver.errors import ApiError
 from spooled_supervisor.devserver.jobs import NewJob
 from spooled_supervisor.devserver.leases import Holder, Lease, backoff_s
+from spooled_supervisor.devserver.routes_job import MAX_RETRIES, MAX_TIMEOUT_S
 from spooled_supervisor.devserver.services import Services
-from spooled_supervisor.devserver.validation import MAX_METADATA_BYTES
+from spooled_supervisor.devserver.validation import MAX_METADATA_BYTES, MAX_TEXT
 from spooled_supervisor.proto import spooled_pb2 as pb
 
 EAGER_DEPTH = 16
 MAX_STREAMS = 100
 MAX_BATCH = 100
+HEAD_BYTES = 8
+"""More than the field number and the length before each job of a response."""
 MAX_PRIORITY = 100
 MAX_ERROR_BYTES = 4096
 CUT_MARK = b"..."
@@ -47,8 +50,12 @@ class QueueService:
     def enqueue(self, request: pb.EnqueueRequest) -> pb.EnqueueResponse:
         if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
             raise values.refused(f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-        if request.max_retries < 0 or request.timeout_seconds < 0:
-            raise values.refused("max_retries and timeout_seconds must not be negative")
+        if not 0 <= request.max_retries <= MAX_RETRIES:
+            raise values.refused(f"max_retries must be between 0 and {MAX_RETRIES}")
+        if not 0 <= request.timeout_seconds <= MAX_TIMEOUT_S:
+            raise values.refused(f"timeout_seconds must be between 0 and {MAX_TIMEOUT_S}")
+        if len(request.idempotency_key) > MAX_TEXT:
+            raise values.refused(f"idempotency_key must have at most {MAX_TEXT} characters")
         tags = msgspec.json.encode(dict(request.tags)) if request.tags else None
         if tags is not None and len(tags) > MAX_METADATA_BYTES:
             raise values.refused(f"tags must be at most {MAX_METADATA_BYTES} bytes of JSON")
@@ -61,7 +68,7 @@ class QueueService:
             priority=request.priority,
             max_retries=request.max_retries or None,
             timeout_seconds=request.timeout_seconds or None,
-            scheduled_at=values.instant(request.scheduled_at),
+            scheduled_at=values.instant(request.scheduled_at, "scheduled_at"),
             idempotency_key=request.idempotency_key or None,
             tags=tags,
         )
@@ -69,9 +76,22 @@ class QueueService:
         return pb.EnqueueResponse(job_id=job_id, created=is_new)
 
     def dequeue(self, request: pb.DequeueRequest) -> pb.DequeueResponse:
+        """As many jobs as were asked for and one message holds; the others wait for the next call."""
+        response = pb.DequeueResponse()
+        room = values.MAX_MESSAGE_BYTES
+
+        def put(lease: Lease) -> bool:
+            nonlocal room
+            job = response.jobs.add()
+            values.fill_leased(job, lease, request.worker_id)
+            room -= job.ByteSize() + HEAD_BYTES
+            if room < 0:
+                del response.jobs[-1]
+            return room >= 0
+
         batch = min(max(request.batch_size, 1), MAX_BATCH)
-        leases = self._claim(request.queue_name, request.worker_id, request.lease_duration_secs, batch)
-        return pb.DequeueResponse(jobs=[self._job(lease, request.worker_id) for lease in leases])
+        self._claim(request.queue_name, request.worker_id, request.lease_duration_secs, batch, put)
+        return response
 
     def complete(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
         result = values.json_of(request.result, "result") if request.HasField("result") else b"null"
@@ -90,7 +110,9 @@ class QueueService:
         return pb.RenewLeaseResponse(success=True, new_expires_at=values.stamp(expires_at))
 
     def get_job(self, request: pb.GetJobRequest) -> pb.GetJobResponse:
-        return pb.GetJobResponse(job=values.job(self._jobs.get(values.name(request.job_id, "job_id"))))
+        response = pb.GetJobResponse()
+        values.fill_job(response.job, self._jobs.get(values.name(request.job_id, "job_id")))
+        return response
 
     def get_stats(self, request: pb.GetQueueStatsRequest) -> pb.GetQueueStatsResponse:
         queue_name = values.queue_name(request.queue_name)
@@ -129,19 +151,19 @@ class QueueService:
                 await self._bell.wait(self._config.stream_poll_s)
 
     async def _pushed(self, request: pb.StreamJobsRequest) -> AsyncIterator[pb.Job]:
-        ahead: asyncio.Queue[pb.Job | DatabaseFault] = asyncio.Queue(EAGER_DEPTH)
+        ahead: asyncio.Queue[pb.Job | Exception] = asyncio.Queue(EAGER_DEPTH)
 
         async def pump() -> None:
             try:
                 while True:
                     lease = await self._next(request)
                     await ahead.put(self._job(lease, request.worker_id))
-            except DatabaseFault as fault:
-                await ahead.put(fault)
+            except Exception as error:  # told by who reads the stream: nobody awaits this task
+                await ahead.put(error)
 
         pumping = asyncio.ensure_future(pump())
         try:
-            while not isinstance(job := await ahead.get(), DatabaseFault):
+            while not isinstance(job := await ahead.get(), Exception):
                 yield job
             raise job
         finally:
@@ -166,7 +188,9 @@ class QueueService:
                     asked = request.dequeue
                     leases = self._claim(asked.queue_name, asked.worker_id, asked.lease_duration_secs, 1)
                     if leases:
-                        return pb.ProcessResponse(job=self._job(leases[0], asked.worker_id))
+                        response = pb.ProcessResponse()
+                        values.fill_leased(response.job, leases[0], asked.worker_id)
+                        return response
                     error = pb.ErrorResponse(code="NO_JOBS", message="No jobs available")
                 case "complete":
                     return pb.ProcessResponse(complete=self.complete(request.complete))
@@ -184,14 +208,18 @@ class QueueService:
 
     # --- shared -------------------------------------------------------------------------------------------------------
 
-    def _claim(self, queue_name: str, worker_id: str, asked_s: int, batch: int) -> list[Lease]:
+    def _claim(
+        self, queue_name: str, worker_id: str, asked_s: int, batch: int, fits: Callable[[Lease], bool] = lambda _: True
+    ) -> list[Lease]:
         values.queue_name(queue_name)
         values.name(worker_id, "worker_id")
         duration_s = values.lease_s(asked_s, self._config.min_lease_s)
-        return self._leases.claim(queue_name, worker_id, batch, duration_s, self._clock())
+        return self._leases.claim(queue_name, worker_id, batch, duration_s, self._clock(), fits=fits)
 
     def _job(self, lease: Lease, worker_id: str) -> pb.Job:
-        return values.claimed_job(lease.row, worker_id, lease.lease_id, lease.expires_at)
+        job = pb.Job()
+        values.fill_leased(job, lease, worker_id)
+        return job
 
 
 def _holder(request: pb.CompleteRequest | pb.FailRequest | pb.RenewLeaseRequest) -> Holder:

@@ -19,7 +19,7 @@ from spooled_supervisor.devserver.auth import Tokens
 from spooled_supervisor.devserver.database import DatabaseFault
 from spooled_supervisor.devserver.errors import ApiError, unauthorized
 from spooled_supervisor.devserver.grpc_queue import QueueService
-from spooled_supervisor.devserver.grpc_values import message_of, status_of
+from spooled_supervisor.devserver.grpc_values import MAX_MESSAGE_BYTES, message_of, status_of
 from spooled_supervisor.devserver.grpc_worker import WorkerService
 from spooled_supervisor.devserver.services import Services
 from spooled_supervisor.errors import ConfigError
@@ -27,7 +27,6 @@ from spooled_supervisor.proto import spooled_pb2_grpc as generated
 
 _LOG = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 4 << 20
 PING_EVERY_MS = 10_000
 STOP_LIMIT_S = 0.5
 """How long a stop waits for calls; streams never end by themselves, so it is short."""
@@ -176,4 +175,5 @@ def _service_in(request: bytes) -> str | None:
     """HealthCheckRequest: field 1 (service), a text whose length is one byte."""
     if not request:
         return ""
-    return request[2:].decode(errors="replace") if request[0] == 0x0A and request[1] == len(request) - 2 else None
+    is_one_text = len(request) > 1 and request[0] == 0x0A and request[1] == len(request) - 2
+    return request[2:].decode(errors="replace") if is_one_text else None

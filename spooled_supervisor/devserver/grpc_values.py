@@ -1,7 +1,9 @@
 """Rows as gRPC messages, refusals as gRPC statuses, and the checks of request fields.
 
 Owns how the store's values look in `spooled.v1`; knows neither calls nor connections. A Struct holds objects only: a
-payload or result that is another JSON value goes out empty, as the service does it.
+payload or result that is another JSON value goes out empty, as the service does it. So does one that no message can
+carry: a number beyond a double's range, or more than MAX_STRUCT_BYTES. Messages are filled where they are, never
+copied: a copy is decoded, and decoders refuse what is nested deeply.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from spooled_supervisor.devserver.config import MAX_LEASE_S
 from spooled_supervisor.devserver.database import Row
 from spooled_supervisor.devserver.errors import ApiError
+from spooled_supervisor.devserver.leases import Lease
 from spooled_supervisor.devserver.shapes import ORGANIZATION_ID
-from spooled_supervisor.devserver.validation import MAX_PAYLOAD_BYTES, QUEUE_NAME
+from spooled_supervisor.devserver.validation import MAX_PAYLOAD_BYTES, QUEUE_NAME, is_in_calendar
 from spooled_supervisor.proto import spooled_pb2 as pb
 from spooled_supervisor.proto.structs import fill, plain
 
 DEFAULT_LEASE_S = 300
 MAX_NAME = 255
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_STRUCT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+"""Leaves room for the rest of a job; a number of two bytes in JSON has eleven in a Struct."""
 
 _STATUSES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -95,55 +101,53 @@ def json_of(struct: Struct, field: str) -> bytes:
     return text
 
 
-def instant(stamp: Timestamp) -> float | None:
+def instant(stamp: Timestamp, field: str) -> float | None:
     """Epoch seconds; the zero of both fields is no instant."""
-    return stamp.seconds + stamp.nanos / 1e9 if stamp.seconds or stamp.nanos else None
+    at = stamp.seconds + stamp.nanos / 1e9
+    if not is_in_calendar(at):
+        raise refused(f"{field} must be within the years 1 to 9999")
+    return at if stamp.seconds or stamp.nanos else None
 
 
 # --- what is answered -------------------------------------------------------------------------------------------------
 
 
-def claimed_job(row: Row, worker_id: str, lease_id: str, expires_at: float) -> pb.Job:
-    """A job that is leased just now; `row` is as it was before."""
-    job = pb.Job(
-        id=row["id"],
-        organization_id=ORGANIZATION_ID,
-        queue_name=row["queue_name"],
-        status=pb.JOB_STATUS_PROCESSING,
-        retry_count=row["retry_count"],
-        max_retries=row["max_retries"],
-        timeout_seconds=row["timeout_seconds"],
-        assigned_worker_id=worker_id,
-        lease_id=lease_id,
-    )
+def fill_leased(job: pb.Job, lease: Lease, worker_id: str) -> None:
+    """Make the empty message the job that is leased; the row is as it was before."""
+    row = lease.row
+    job.id = row["id"]
+    job.organization_id = ORGANIZATION_ID
+    job.queue_name = row["queue_name"]
+    job.status = pb.JOB_STATUS_PROCESSING
+    job.retry_count = row["retry_count"]
+    job.max_retries = row["max_retries"]
+    job.timeout_seconds = row["timeout_seconds"]
+    job.assigned_worker_id = worker_id
+    job.lease_id = lease.lease_id
     _fill(job.payload, row["payload"])
-    _set(job.lease_expires_at, expires_at)
-    return job
+    _set(job.lease_expires_at, lease.expires_at)
 
 
-def job(row: Row) -> pb.Job:
-    """GetJob."""
-    found = pb.Job(
-        id=row["id"],
-        organization_id=ORGANIZATION_ID,
-        queue_name=row["queue_name"],
-        status=f"JOB_STATUS_{row['status'].upper()}",
-        retry_count=row["retry_count"],
-        max_retries=row["max_retries"],
-        last_error=row["last_error"] or "",
-        priority=row["priority"],
-        timeout_seconds=row["timeout_seconds"],
-        assigned_worker_id=row["worker_id"] or "",
-        idempotency_key=row["idempotency_key"] or "",
-        lease_id=row["lease_id"] or "",
-    )
-    _fill(found.payload, row["payload"])
+def fill_job(job: pb.Job, row: Row) -> None:
+    """Make the empty message the job as it is now."""
+    job.id = row["id"]
+    job.organization_id = ORGANIZATION_ID
+    job.queue_name = row["queue_name"]
+    job.status = getattr(pb, f"JOB_STATUS_{row['status'].upper()}")
+    job.retry_count = row["retry_count"]
+    job.max_retries = row["max_retries"]
+    job.last_error = row["last_error"] or ""
+    job.priority = row["priority"]
+    job.timeout_seconds = row["timeout_seconds"]
+    job.assigned_worker_id = row["worker_id"] or ""
+    job.idempotency_key = row["idempotency_key"] or ""
+    job.lease_id = row["lease_id"] or ""
+    _fill(job.payload, row["payload"])
     if row["result"] is not None:
-        _fill(found.result, row["result"])
+        _fill(job.result, row["result"])
     for field in ("created_at", "scheduled_at", "started_at", "completed_at", "lease_expires_at"):
         if row[field] is not None:
-            _set(getattr(found, field), row[field])
-    return found
+            _set(getattr(job, field), row[field])
 
 
 def stamp(at: float) -> Timestamp:
@@ -157,5 +161,12 @@ def _set(stamp: Timestamp, at: float) -> None:
 
 
 def _fill(struct: Struct, text: bytes) -> None:
-    value: Any = msgspec.json.decode(text)
-    fill(struct, value if isinstance(value, dict) else {})
+    try:
+        value: Any = msgspec.json.decode(text)
+        fill(struct, value if isinstance(value, dict) else {})
+        is_carried = struct.ByteSize() <= MAX_STRUCT_BYTES
+    except (OverflowError, RecursionError):
+        is_carried = False
+    if not is_carried:
+        struct.Clear()
+        struct.SetInParent()

@@ -1,7 +1,8 @@
 """`spooled.v1.WorkerService`: registrations over gRPC, in the same table as those over REST.
 
 Owns what differs from REST: an unknown worker is an answer and no error, and `draining` stays until the next
-registration, whatever the heartbeats say.
+registration, whatever the heartbeats say. A heartbeat that names no status ends what silence has brought, and leaves a
+`degraded` that the worker itself reported.
 """
 
 from __future__ import annotations
@@ -60,15 +61,19 @@ class WorkerService:
             raise values.refused(f"status must be one of {', '.join(sorted(STATUSES))}")
         if not 0 <= request.current_jobs <= MAX_CURRENT_JOBS:
             raise values.refused(f"current_jobs must be between 0 and {MAX_CURRENT_JOBS}")
+        now = self._clock()
         try:
-            old = self._workers.get(request.worker_id)["status"]
+            worker = self._workers.get(request.worker_id)
         except ApiError:
             return pb.HeartbeatResponse(acknowledged=False)
-        status = request.status or ("healthy" if old == "offline" else old)
+        old = worker["status"]
+        was_silent = now - worker["last_heartbeat"] >= self._config.worker_degraded_s
+        is_back = old == "offline" or (old == "degraded" and was_silent)
+        status = request.status or ("healthy" if is_back else old)
         if old == "draining":
             status = old
         metadata = _metadata(dict(request.metadata))
-        self._workers.heartbeat(request.worker_id, status, request.current_jobs, metadata, self._clock())
+        self._workers.heartbeat(request.worker_id, status, request.current_jobs, metadata, now)
         return pb.HeartbeatResponse(acknowledged=True, should_drain=status == "draining")
 
     def deregister(self, request: pb.DeregisterRequest) -> pb.DeregisterResponse:

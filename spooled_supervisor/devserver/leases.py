@@ -16,7 +16,9 @@ Failing clears the assignment, completing keeps it: so a repeated complete hears
 
 from __future__ import annotations
 
+import itertools
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spooled_supervisor.devserver import history
@@ -102,21 +104,35 @@ class Leases:
         self._queues = queues
         self._retry_base_s = retry_base_s
 
-    def claim(self, queue_name: str, worker_id: str, limit: int, duration_s: int, now: float) -> list[Lease]:
-        """Up to `limit` jobs by priority, then age. Empty for a queue that is paused, empty or unknown."""
+    def claim(
+        self,
+        queue_name: str,
+        worker_id: str,
+        limit: int,
+        duration_s: int,
+        now: float,
+        *,
+        fits: Callable[[Lease], bool] = lambda lease: True,
+    ) -> list[Lease]:
+        """Up to `limit` jobs by priority, then age. Empty for a queue that is paused, empty or unknown.
+
+        `fits` is asked before a job is leased; the first that does not fit, and all after it, stay where they are.
+        """
         if self._queues.is_paused(queue_name):
             return []
         self.promote_due(now)
-        rows = self._db.all(_READY, (queue_name, now, limit))
-        if not rows:
-            return []
         expires_at = now + duration_s
-        leases = [Lease(row, str(uuid.uuid4()), expires_at) for row in rows]
+        ready = (Lease(row, str(uuid.uuid4()), expires_at) for row in self._db.all(_READY, (queue_name, now, limit)))
+        leases = list(itertools.takewhile(fits, ready))
+        if not leases:
+            return []
         with self._db.transaction():
             self._db.execute_each(
                 _CLAIM, [(worker_id, lease.lease_id, expires_at, now, now, lease.row["seq"]) for lease in leases]
             )
-            self._db.execute_each(history.INSERT, [(row["seq"], history.CLAIMED, worker_id, None, now) for row in rows])
+            self._db.execute_each(
+                history.INSERT, [(lease.row["seq"], history.CLAIMED, worker_id, None, now) for lease in leases]
+            )
         return leases
 
     def promote_due(self, now: float) -> None:

@@ -36,8 +36,11 @@ class SystemRoutes:
 
     async def events(self, request: Request) -> Response:
         """→ 200 text/event-stream, until the listener leaves, the server stops or the stream is too old."""
-        subscription = self._hub.subscribe(_event_filter(request.query_params))
+        wanted = _event_filter(request.query_params)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type="text/event-stream")
+        subscription = self._hub.subscribe(wanted)
         return StreamingResponse(self._frames(subscription), headers=headers, media_type="text/event-stream")
 
     async def health(self, _request: Request) -> Response:

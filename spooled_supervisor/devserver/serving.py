@@ -59,6 +59,8 @@ class Server(uvicorn.Server):
         if self._grpc is not None:
             await self._grpc.stop()
         await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # its client does not read what is left
 
 
 def serve(config: ServerConfig, log_level: str) -> None:

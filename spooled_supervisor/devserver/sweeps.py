@@ -65,7 +65,10 @@ class Sweeps:
         self._take_back(rows, "Lease expired", history.LEASE_EXPIRED, now)
 
     def retire_silent_workers(self, now: float) -> None:
-        """Silent workers turn degraded, then offline; an offline one loses its jobs even if their leases live."""
+        """Silent workers turn degraded, then offline; an offline one loses its jobs even if their leases live.
+
+        The jobs come first: a worker that is offline is not looked at again, should taking them back fail.
+        """
         self._db.execute(
             "UPDATE workers SET status = 'degraded', updated_at = ? WHERE status = 'healthy' AND last_heartbeat <= ?",
             (now, now - self._config.worker_degraded_s),
@@ -75,9 +78,9 @@ class Sweeps:
             "SELECT id FROM workers WHERE status != 'offline' AND last_heartbeat <= ?", (silent_since,)
         )
         for worker in silent:
-            self._db.execute("UPDATE workers SET status = 'offline', updated_at = ? WHERE id = ?", (now, worker["id"]))
             jobs = self._db.all("SELECT * FROM jobs WHERE status = 'processing' AND worker_id = ?", (worker["id"],))
             self._take_back(jobs, "Worker went offline", history.WORKER_LOST, now)
+            self._db.execute("UPDATE workers SET status = 'offline', updated_at = ? WHERE id = ?", (now, worker["id"]))
 
     def settle_dependencies(self, now: float) -> None:
         """Release the children of completed jobs, cancel those of jobs that will never complete."""

@@ -8,9 +8,10 @@ JSON values keep the text they came in, so numbers of any size go out again digi
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Collection
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_METADATA_BYTES = 64 << 10
 MAX_TEXT = 255
 MAX_QUEUE_NAME = 100
+BODY_LIMIT_S = 30.0
+"""How long the whole body may take to come; a request that stalls is answered with 408."""
 
 QUEUE_NAME = re.compile(r"\w[\w.\-]*")
 """Letters and digits of any script, `_`, `-`, `.`; the first is neither `.` nor `-` (POST /api/v1/jobs)."""
@@ -177,7 +180,10 @@ class Fields:
 
     def _raw_members(self) -> dict[str, msgspec.Raw]:
         if self._raw is None:
-            self._raw = _RAW_MEMBERS.decode(self._text)
+            try:
+                self._raw = _RAW_MEMBERS.decode(self._text)
+            except RecursionError as error:  # the first decoding began with fewer calls on the stack
+                raise invalid_json(f"Malformed JSON: {error}") from error
         return self._raw
 
     def _shape(self, name: str, message: str, code: str) -> None:
@@ -228,12 +234,22 @@ def parse_fields(body: bytes) -> Fields:
 
 
 def parse_instant(text: str) -> float | None:
-    """Epoch seconds of an RFC 3339 time; None if it is none, or names no zone."""
+    """Epoch seconds of an RFC 3339 time; None if it is none, names no zone, or is none of UTC's calendar."""
     try:
-        at = datetime.fromisoformat(text)
-        return at.timestamp() if at.tzinfo is not None else None
+        named = datetime.fromisoformat(text)
+        at = named.timestamp() if named.tzinfo is not None else None
     except (ValueError, OverflowError):
         return None
+    return at if at is not None and is_in_calendar(at) else None
+
+
+def is_in_calendar(at: float) -> bool:
+    """Whether the instant can be written as a date again: what cannot would break every answer that shows it."""
+    try:
+        datetime.fromtimestamp(at, UTC)
+    except (ValueError, OverflowError, OSError):
+        return False
+    return True
 
 
 def _says_json(request: Request) -> bool:
@@ -247,10 +263,14 @@ async def _read_body(request: Request) -> bytes:
         raise _too_large()
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise _too_large()
+        async with asyncio.timeout(BODY_LIMIT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        headers = {"Connection": "close"}  # or the rest of the body would be awaited before the next request
+        raise ApiError(408, "The request's body did not come in time", headers=headers) from None
     except ClientDisconnect:
         raise ApiError(400, "The request ended before its body did") from None  # nobody reads it; no traceback either
     return bytes(body)

@@ -164,6 +164,14 @@ def test_listeners_that_left_make_room_for_others(server: DevServer) -> None:
             pass
 
 
+def test_a_look_at_the_head_alone_opens_no_stream(server: DevServer) -> None:
+    authorized = {"Authorization": f"Bearer {server.api_key}"}
+    with httpx.Client(base_url=server.client.http.base_url, headers=authorized, timeout=2, trust_env=False) as client:
+        head = client.head("/events")
+        assert (head.status_code, head.headers["Content-Type"][:17]) == (200, "text/event-stream")
+        assert client.get("/jobs/stats").status_code == 200  # on the same connection, so the answer has ended
+
+
 def test_a_queue_filter_that_no_queue_could_have_is_refused() -> None:
     with local_server() as server:
         assert server.api("GET", "/events?queue=a/b").status_code == 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -28,7 +30,10 @@ from spooled.grpc.client import (
 )
 from spooled.grpc.stubs import spooled_pb2 as sdk_pb
 
-from tests.support.devserver import DevServer, command, dev_server
+from spooled_supervisor.devserver.grpc_queue import QueueService
+from spooled_supervisor.devserver.grpc_worker import WorkerService
+from spooled_supervisor.proto import spooled_pb2 as pb
+from tests.support.devserver import DevServer, command, dev_server, local_server
 
 LIMIT_S = 10.0
 SERVING = b"\x08\x01"
@@ -161,6 +166,49 @@ def test_a_job_of_rest_with_another_payload_than_an_object_arrives_empty(client:
     assert job.payload == {}
 
 
+@pytest.mark.parametrize(
+    "payload",
+    ['{"n": 1' + "0" * 400 + "}", json.dumps({"zeros": [0] * 400_000}, separators=(",", ":"))],
+    ids=["number", "size"],
+)
+def test_a_payload_that_no_message_can_carry_arrives_empty(client: Any, server: DevServer, payload: str) -> None:
+    content = f'{{"queue_name": "not-carried", "payload": {payload}}}'
+    server.client.http.post("/jobs", content=content, headers={"Content-Type": "application/json"}).raise_for_status()
+    server.client.create("not-carried", {"n": 1})
+    jobs = client.queue.dequeue("not-carried", "w", batch_size=2).jobs
+    assert [job.payload for job in jobs] == [{}, {"n": 1}]
+
+
+def test_a_batch_is_no_larger_than_a_message_may_be(client: Any, server: DevServer) -> None:
+    for _ in range(6):
+        server.client.create("large", {"text": "x" * 900_000})
+    sizes = []
+    while jobs := client.queue.dequeue("large", "w", batch_size=6).jobs:
+        sizes.append(len(jobs))
+        assert server.client.stats("large")["processing"] == sum(sizes)
+    assert sizes == [4, 2]
+
+
+@pytest.mark.parametrize("method", ["Dequeue", "GetJob", "ProcessJobs"])
+def test_a_deeply_nested_payload_goes_out_although_few_decode_it(server: DevServer, method: str) -> None:
+    payload: dict[str, Any] = {}
+    for _ in range(40):
+        payload = {"a": payload}
+    job_id = server.client.create(f"nested-{method}", payload)
+    dequeue = pb.DequeueRequest(queue_name=f"nested-{method}", worker_id="w")
+    credentials = (("x-api-key", server.api_key),)
+    with channel_to(server) as channel:
+        if method == "ProcessJobs":
+            stream = channel.stream_stream("/spooled.v1.QueueService/ProcessJobs")
+            request = pb.ProcessRequest(dequeue=dequeue).SerializeToString()
+            (answer,) = stream(iter([request]), timeout=LIMIT_S, metadata=credentials)
+        else:
+            request = (dequeue if method == "Dequeue" else pb.GetJobRequest(job_id=job_id)).SerializeToString()
+            call = channel.unary_unary(f"/spooled.v1.QueueService/{method}")
+            answer = call(request, timeout=LIMIT_S, metadata=credentials)
+    assert job_id.encode() in answer
+
+
 def test_a_lease_of_one_transport_is_good_on_the_other(client: Any, server: DevServer) -> None:
     job = running(client, "both")
     body = {"worker_id": "w", "lease_id": job.lease_id, "result": [1]}
@@ -226,6 +274,28 @@ def test_what_is_missing_or_malformed_is_an_invalid_argument(client: Any) -> Non
     for call in calls:
         with pytest.raises(ValidationError):
             call()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"idempotency_key": "k" * 256},
+        {"max_retries": 101},
+        {"max_retries": -1},
+        {"timeout_seconds": 86401},
+        {"timeout_seconds": -1},
+        {"scheduled_at": {"seconds": 253402300800}},
+        {"scheduled_at": {"seconds": -62135596801}},
+        {"scheduled_at": {"seconds": 10**15}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_new_job_keeps_to_the_limits_of_rest(server: DevServer, fields: dict[str, Any]) -> None:
+    with pytest.raises(grpc.RpcError) as refusal:
+        _raw(server, "Enqueue", sdk_pb.EnqueueRequest(queue_name="limits", **fields), sdk_pb.EnqueueResponse)
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    (field,) = fields
+    assert field in str(refusal.value.details())
 
 
 def test_a_lease_of_somebody_else_is_not_accepted(client: Any) -> None:
@@ -301,6 +371,21 @@ def test_an_eager_server_pushes_jobs_ahead(eager: DevServer) -> None:
             assert len(reader.wait_for(17)) >= 17
         finally:
             reader.close()
+
+
+def test_an_eager_stream_does_not_outlive_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no claim today")
+
+    async def read(service: QueueService) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            async for _ in service.stream(pb.StreamJobsRequest(queue_name="q", worker_id="w")):
+                pass
+
+    with local_server(eager_streams=True) as server:
+        monkeypatch.setattr(server.services.leases, "claim", fail)
+        with pytest.raises(RuntimeError, match="no claim today"):
+            asyncio.run(read(QueueService(server.services)))
 
 
 def test_a_hundred_streams_may_be_open_and_no_more(client: Any) -> None:
@@ -381,6 +466,24 @@ def test_draining_stays_until_the_next_registration(client: Any, server: DevServ
     assert not client.workers.heartbeat(worker_id, status="healthy").should_drain
 
 
+def test_a_heartbeat_ends_what_silence_has_brought_and_not_what_was_reported() -> None:
+    with local_server() as server:
+        service = WorkerService(server.services)
+        service.register(pb.RegisterWorkerRequest(queue_name="q", hostname="h", worker_id="w"))
+
+        def status_after_beat(status: str = "") -> str:
+            service.heartbeat(pb.HeartbeatRequest(worker_id="w", status=status))
+            return str(server.ok("GET", "/workers/w")["status"])
+
+        server.clock.advance(25)
+        server.services.sweeps.recover(server.clock())
+        assert server.ok("GET", "/workers/w")["status"] == "degraded"
+        assert status_after_beat() == "healthy"
+        assert status_after_beat("degraded") == "degraded"
+        server.clock.advance(5)
+        assert status_after_beat() == "degraded"
+
+
 # --- the listener -----------------------------------------------------------------------------------------------------
 
 
@@ -393,9 +496,10 @@ def test_health_needs_no_key(server: DevServer, service: bytes) -> None:
         watch.cancel()
 
 
-def test_health_does_not_know_every_service(server: DevServer) -> None:
+@pytest.mark.parametrize("service", [b"\x0a\x05other", b"\x0a"])
+def test_health_does_not_know_every_service(server: DevServer, service: bytes) -> None:
     with channel_to(server) as channel, pytest.raises(grpc.RpcError) as refusal:
-        channel.unary_unary("/grpc.health.v1.Health/Check")(b"\x0a\x05other", timeout=LIMIT_S)
+        channel.unary_unary("/grpc.health.v1.Health/Check")(service, timeout=LIMIT_S)
     assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
 
 

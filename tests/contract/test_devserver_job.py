@@ -96,6 +96,8 @@ def test_unknown_fields_are_ignored(server: LocalServer) -> None:
         ("timeout_seconds", 86401, 400),
         ("scheduled_at", "tomorrow", 422),
         ("scheduled_at", "2024-01-01T00:00:00", 422),
+        ("scheduled_at", "9999-12-31T23:59:59-23:59", 422),
+        ("expires_at", "0001-01-01T00:00:00+23:59", 422),
         ("expires_at", 5, 422),
         ("idempotency_key", "k" * 256, 400),
         ("tags", "urgent", 422),
@@ -119,6 +121,15 @@ def test_a_payload_must_be_given_even_if_it_is_null(server: LocalServer) -> None
 
 def test_a_payload_of_exactly_a_mebibyte_is_accepted(server: LocalServer) -> None:
     assert server.create(payload="x" * ((1 << 20) - 2))
+
+
+def test_a_payload_that_is_nested_too_deeply_is_refused(server: LocalServer) -> None:
+    """How deeply that is depends on the stack, so every depth around it is tried."""
+    seen = {
+        server.api("POST", "/jobs", content=b'{"queue_name":"q","payload":%s%s}' % (b"[" * n, b"]" * n)).status_code
+        for n in range(800, 1000)
+    }
+    assert seen == {201, 400}
 
 
 @pytest.mark.parametrize("name", ["a", "A-b_c.d", "_x", "очередь", "队列1", "x" * 100])

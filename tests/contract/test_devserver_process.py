@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,11 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
-from spooled_supervisor.devserver import ServerConfig
+from spooled_supervisor.devserver import ServerConfig, validation
 from spooled_supervisor.devserver.config import is_loopback
+from spooled_supervisor.devserver.errors import ApiError
 from spooled_supervisor.errors import ConfigError
-from tests.support.devserver import REPOSITORY, command, dev_server, local_server
+from tests.support.devserver import REPOSITORY, DevServer, command, dev_server, local_server
 
 STOP_LIMIT_S = 2.0
 
@@ -50,6 +54,19 @@ def test_a_body_without_a_length_is_measured_as_it_comes() -> None:
         assert server.client.http.post("/jobs", content=chunks(), headers=headers).status_code == 413
         body = b'{"queue_name": "q", "payload": 1}'
         assert server.client.http.post("/jobs", content=iter([body]), headers=headers).status_code == 201
+
+
+def test_a_body_that_stalls_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stalling() -> Message:
+        await asyncio.sleep(10)
+        raise AssertionError("still awaited")
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, stalling)
+    monkeypatch.setattr(validation, "BODY_LIMIT_S", 0.05)
+    with pytest.raises(ApiError) as refusal:
+        asyncio.run(validation.read_fields(request))
+    assert (refusal.value.status, refusal.value.code) == (408, "REQUEST_TIMEOUT")
 
 
 def test_the_key_comes_from_the_flag_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +179,33 @@ def test_a_stop_signal_ends_it_cleanly_and_quickly_although_streams_are_open(num
         assert time.monotonic() - began < STOP_LIMIT_S
         assert not [line for line in lines if line and not line.startswith(":")]
         assert server.log_text() == ""
+
+
+def connected(server: DevServer, head: str) -> socket.socket:
+    """A connection that has sent this much of a request, and reads little of the answer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(f"{head}\r\nHost: local\r\nAuthorization: Bearer {server.api_key}\r\n".encode())
+    return connection
+
+
+def test_a_stop_while_a_body_stalls_is_a_clean_end() -> None:
+    with dev_server() as server, connected(server, "POST /api/v1/jobs HTTP/1.1") as connection:
+        connection.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n{")
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # the server reads the body now
+        server.stop()
+
+
+def test_a_stop_while_a_listener_does_not_read_is_a_clean_end() -> None:
+    with dev_server() as server, connected(server, "GET /api/v1/events?events=job.completed HTTP/1.1") as connection:
+        connection.sendall(b"\r\n")
+        assert connection.recv(10).startswith(b"HTTP/1.1 2")
+        for _ in range(12):
+            server.client.create("q")
+            (job,) = server.client.call("POST", "/jobs/claim", {"queue_name": "q", "worker_id": "w"})["jobs"]
+            server.client.call("POST", f"/jobs/{job['id']}/complete", {"result": "x" * 900_000})
+        server.stop()
 
 
 def test_the_temporary_database_is_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from spooled_supervisor.devserver import history
+from spooled_supervisor.devserver.database import DatabaseFault
 from tests.support.devserver import LocalServer, dev_server, local_server
 
 LEASE_S = 30
@@ -75,6 +77,26 @@ def test_an_offline_worker_loses_its_jobs_although_their_leases_live(server: Loc
     assert server.job(job["id"])["status"] == "pending"
     assert server.job(job["id"])["retry_count"] == 1
     assert server.history(job["id"])[-1] == "worker_lost"
+
+
+def test_a_worker_whose_jobs_could_not_be_taken_back_is_tried_again(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise DatabaseFault("database or disk is full")
+
+    server.ok("POST", "/workers/register", {"id": "w", "queue_names": ["q"]})
+    server.create()
+    (job,) = server.claim(lease_duration_secs=3600)
+    server.clock.advance(50)
+    with monkeypatch.context() as full:
+        full.setattr(history, "record", fail)
+        with pytest.raises(DatabaseFault):
+            sweep(server)
+    assert server.job(job["id"])["status"] == "processing"
+    sweep(server)
+    assert server.job(job["id"])["status"] == "pending"
+    assert server.ok("GET", "/workers/w")["status"] == "offline"
 
 
 def test_a_worker_that_never_registered_loses_nothing_by_silence(server: LocalServer) -> None:
