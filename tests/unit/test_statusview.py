@@ -394,21 +394,22 @@ def test_a_stop_gives_the_terminal_back_until_it_is_continued(terminal: Terminal
 
 def test_where_no_shell_could_continue_it_a_stop_only_redraws(gone: Path) -> None:
     """As the only program of an `ssh -t` or a `docker exec -t`: stopped there it would hang for good, Ctrl-C or not."""
-    terminal = Terminal(gone, leads_its_session=True)
-    at = terminal.wait_for("look-2")
-    terminal.process.send_signal(signal.SIGTSTP)
-    at = terminal.wait_for(statusview.ENTER_SCREEN, after=terminal.wait_for(LEAVE_SCREEN, after=at) - 1)
-    terminal.wait_for("look-", after=at)
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.process.wait(10) == 0
-    terminal.close()
+    with contextlib.closing(Terminal(gone, leads_its_session=True)) as terminal:
+        at = terminal.wait_for("look-2")
+        terminal.process.send_signal(signal.SIGTSTP)
+        terminal.wait_for(LEAVE_SCREEN, after=at)
+        left_at = terminal.seen.index(LEAVE_SCREEN, at)  # it may have come with what follows
+        terminal.wait_for(statusview.ENTER_SCREEN, after=left_at)
+        at = terminal.wait_for("look-", after=terminal.seen.index(statusview.ENTER_SCREEN, left_at))
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for(LEAVE_SCREEN, after=at)
+        assert terminal.process.wait(10) == 0
 
 
 @pytest.mark.parametrize("name", ["dumb", ""])
 def test_a_terminal_that_can_move_no_cursor_gets_one_table_after_the_other(gone: Path, name: str) -> None:
-    terminal = Terminal(gone, TERM=name)
-    terminal.wait_for("look-3")
-    terminal.close()
+    with contextlib.closing(Terminal(gone, TERM=name)) as terminal:
+        terminal.wait_for("look-3")
     assert "\x1b" not in terminal.seen
 
 
