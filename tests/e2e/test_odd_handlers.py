@@ -32,12 +32,12 @@ def tell(n):
 
 def run(ctx):
     scope = {{**globals(), "ctx": ctx, "result": None}}
-    exec(ctx.payload, scope)
+    exec(ctx.payload["code"], scope)
     return [os.getpid(), scope["result"]]
 
 async def run_async(ctx):
     scope = {{**globals(), "ctx": ctx}}
-    exec(ctx.payload, scope)
+    exec(ctx.payload["code"], scope)
     return [os.getpid(), await scope["main"]()]
 
 app.handler("{prefix}q")(run)
@@ -54,8 +54,8 @@ class Child:
         self.worker = worker
 
     def run(self, code: str, *, queue: str = "q", timeout_s: int = 10) -> dict[str, Any]:
-        body = textwrap.dedent(code)
-        job = self._site.client.create(self._site.prefix + queue, body, max_retries=0, timeout_seconds=timeout_s)
+        payload = {"code": textwrap.dedent(code)}
+        job = self._site.client.create(self._site.prefix + queue, payload, max_retries=0, timeout_seconds=timeout_s)
         return self._site.end(job)
 
     def result(self, code: str, *, queue: str = "q") -> Any:

@@ -133,7 +133,7 @@ def test_queue_whose_jobs_kill_children_is_held_back_and_others_are_not(stub: St
 def test_a_worker_whose_every_queue_is_held_back_is_not_ready(stub: StubApi) -> None:
     with stub_worker(stub) as worker:
         worker.wait_until_running()
-        assert worker.readyz()[0] == 200
+        wait_until(lambda: worker.readyz()[0] == 200, "it is registered, and ready")
         for _ in range(30):
             stub.add_job(payload={"mode": "kill_self"})
         told = "claims are held back: the jobs of every queue kill their children"

@@ -302,6 +302,7 @@ def test_job_of_a_claim_that_was_in_flight_at_term_is_given_back(stub: StubApi) 
         assert worker.ledger.runs(job_id) == 0
 
 
+@ASKED_FOR_JOBS
 def test_job_of_a_claim_that_is_answered_after_the_drains_time_is_given_back_too(stub: StubApi) -> None:
     stub.on("claim", Reply(), Reply(delay_s=2.0, commit=True))
     with stub_worker(stub, procs=1, options=["--shutdown-timeout", "0.5s"]) as worker:
