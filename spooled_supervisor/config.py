@@ -409,7 +409,7 @@ def read_key(path: Path) -> str:
 
 def _check_grpc(wanted: Sequence[Setting], problems: Problems) -> None:
     """Whether what gRPC needs is installed, where one of these settings asks for it."""
-    if wanted and not (_is_installed("grpc") and _is_installed("google.protobuf")):
+    if wanted and not all(map(_is_installed, ("grpc", "google.protobuf", "hpack"))):
         problems.add(
             f"{wanted[0].where}: gRPC is not installed; pip install 'spooled-supervisor[grpc]'",
             is_usage=wanted[0].is_flag,

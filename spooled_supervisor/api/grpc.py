@@ -29,6 +29,8 @@ from spooled_supervisor import __version__, timing
 from spooled_supervisor.api import answers, grpc_answers, messages
 from spooled_supervisor.api.answers import Answer, Reading
 from spooled_supervisor.api.claims import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from spooled_supervisor.api.grpc_library import end_of
+from spooled_supervisor.api.grpc_wire import CallEnd
 from spooled_supervisor.api.values import Claim, HeartbeatAnswer, NotCarried, Registration, Settled, UnreadableJob
 from spooled_supervisor.errors import ApiUnavailable, ConfigError, LeaseLost, ProtocolError
 from spooled_supervisor.events import ApiRequestFinished, Events
@@ -225,21 +227,17 @@ class GrpcApi:
             worker_id=self._worker_id,
             lease_duration_secs=messages.lease_seconds(lease_duration_s),
         )
-        method = self._multi("QueueService/StreamJobs", pb.StreamJobsRequest, pb.Job)
+        method = self._method(self._channel.unary_stream, "QueueService/StreamJobs", pb.StreamJobsRequest, pb.Job)
         return JobStream(
             lambda: method(request, metadata=self._metadata()),
             JobReader(queue_name, float(request.lease_duration_secs)),
-            lambda error: self.stream_error("stream", error),
+            lambda end: self.stream_error("stream", end),
         )
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a connection now."""
         return bool(self._channel.get_state() is grpc.ChannelConnectivity.READY)
-
-    def open_process(self) -> Any:
-        """`QueueService/ProcessJobs`: the library's call, to `write` to and `read` from."""
-        return self._multi("QueueService/ProcessJobs", pb.ProcessRequest, pb.ProcessResponse)(metadata=self._metadata())
 
     # --- requests and answers, also for ProcessJobs -------------------------------------------------------------------
 
@@ -307,7 +305,7 @@ class GrpcApi:
             status = "timeout"
             raise ApiUnavailable("no answer in time") from error
         except grpc.aio.AioRpcError as error:
-            failure = self._facts(error)
+            failure = self._facts(end_of(error))
             status = str(failure.status)
             return Received(None, failure, started_at)
         except grpc.aio.UsageError as error:  # the channel is closed
@@ -321,10 +319,6 @@ class GrpcApi:
 
     def _unary(self, method: str, request: type[Any], response: type[Any]) -> Any:
         return self._method(self._channel.unary_unary, method, request, response)
-
-    def _multi(self, method: str, request: type[Any], response: type[Any]) -> Any:
-        kind = self._channel.stream_stream if request is pb.ProcessRequest else self._channel.unary_stream
-        return self._method(kind, method, request, response)
 
     def _method(self, kind: Callable[..., Any], method: str, request: type[Any], response: type[Any]) -> Any:
         if method not in self._calls:
@@ -345,19 +339,12 @@ class GrpcApi:
         self._secret = key
         return (("x-api-key", key),)
 
-    def _facts(self, error: grpc.aio.AioRpcError) -> Answer:
-        trailing = {str(key).lower(): value for key, value in error.trailing_metadata() or ()}
-        hint = trailing.get("retry-after")
-        return grpc_answers.facts(
-            error.code().name,
-            error.details() or "",
-            retry_after=hint if isinstance(hint, str) else None,
-            secret=self._secret,
-        )
+    def _facts(self, end: CallEnd) -> Answer:
+        return grpc_answers.facts(end.code, end.details, retry_after=end.retry_after, secret=self._secret)
 
-    def stream_error(self, operation: str, error: grpc.aio.AioRpcError) -> Exception:
+    def stream_error(self, operation: str, end: CallEnd) -> Exception:
         """What a stream ends with; each that ends in time is counted as a request."""
-        failure = self._facts(error)
+        failure = self._facts(end)
         self._events.emit(ApiRequestFinished(operation, str(failure.status), 0.0))
         return grpc_answers.error_for(_read(operation, failure, False), failure)
 
@@ -373,7 +360,7 @@ class JobStream:
         self,
         open_call: Callable[[], Any],
         read_job: JobReader,
-        explain: Callable[[grpc.aio.AioRpcError], Exception],
+        explain: Callable[[CallEnd], Exception],
     ) -> None:
         """Raises ApiUnavailable if it cannot even be begun."""
         self._read_job = read_job
@@ -417,7 +404,7 @@ class JobStream:
                 if isinstance(message, Undecodable):
                     raise ApiUnavailable(NO_MESSAGE)
         except grpc.aio.AioRpcError as error:
-            raise self._explain(error) from error
+            raise self._explain(end_of(error)) from error
         except grpc.aio.UsageError as error:  # the channel is closed
             raise ApiUnavailable(str(error)) from error
         raise ApiUnavailable("the server has ended the stream")
@@ -495,9 +482,14 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]").lower()
 
 
+def is_plain(address: str) -> bool:
+    """Whether the way there needs no TLS."""
+    return host_of(address) in PLAINTEXT_HOSTS
+
+
 def _open_channel(address: str, ca_file: Path | None, user_agent: str) -> grpc.aio.Channel:
     options = (*OPTIONS, ("grpc.primary_user_agent", user_agent))
-    if host_of(address) in PLAINTEXT_HOSTS:
+    if is_plain(address):
         return grpc.aio.insecure_channel(address, options=(*options, ("grpc.enable_http_proxy", 0)))
     named = str(ca_file) if ca_file is not None else os.environ.get("SSL_CERT_FILE")
     try:

@@ -4,35 +4,49 @@ The server answers each request of a stream in its turn and says nothing of whic
 what is written is remembered in that order, and a request whose caller has gone keeps its place. A slow reader or
 server holds up a stream, which is why a renewal never goes through one. When a stream breaks, everything that waits on
 it fails, as its requests may have been carried out, and the next request opens another one; when to try again is
-decided above. One on which nothing comes any more is broken by us (STALLED_S). One dequeue gives one job, whatever is
-asked for.
+decided above. One on which nothing comes any more is broken by us (STALLED_S), and one that the server is about to end
+gets nothing new. One dequeue gives one job, whatever is asked for.
 
 As the server works on the requests of a stream one after the other, another one is opened where many wait: one in each
 WAITING_PER_STREAM, up to MAX_STREAMS. Each stream more costs some CPU, as less is read and written at once.
+
+The streams are our own (`grpc_wire`), or grpcio's where the environment names a proxy (`grpc_library`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-import grpc.aio
-
 from spooled_supervisor import timing
 from spooled_supervisor.api import grpc_answers, messages
-from spooled_supervisor.api.grpc import NO_MESSAGE, GrpcApi, JobReader, Received, claim_of
+from spooled_supervisor.api.grpc import (
+    MAX_MESSAGE_BYTES,
+    NO_MESSAGE,
+    USER_AGENT,
+    GrpcApi,
+    JobReader,
+    Received,
+    claim_of,
+    host_of,
+    is_plain,
+)
+from spooled_supervisor.api.grpc_library import LibraryCall
+from spooled_supervisor.api.grpc_wire import Call, CallEnd, CallOwner, DirectCall, Target
 from spooled_supervisor.api.values import Claim, Settled, UnreadableJob
-from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import ApiRequestFinished, Events
+from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError, CredentialsRefused
+from spooled_supervisor.events import ApiRequestFinished
 from spooled_supervisor.job import Job
 from spooled_supervisor.proto import spooled_pb2 as pb
-from spooled_supervisor.proto.salvage import Undecodable
+from spooled_supervisor.proto.salvage import Undecodable, decoder
 
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+PROCESS_JOBS = "/spooled.v1.QueueService/ProcessJobs"
 NO_JOBS = "NO_JOBS"
 UNAUTHENTICATED = "UNAUTHENTICATED"
 CLOSED = "the stream to the service was closed"
@@ -43,31 +57,35 @@ MAX_STREAMS = 8
 WAITING_PER_STREAM = 4
 
 Answered = asyncio.Future[pb.ProcessResponse | Undecodable]
+_decode = decoder(pb.ProcessResponse)
 
 
 class ProcessLink:
-    """One stream at a time. `ask` may be used by any number of tasks of one loop."""
+    """One stream at a time, and its requests in their order (a `CallOwner`). For any number of tasks of one loop."""
 
-    def __init__(self, open_call: Callable[[], Any], explain: Callable[[grpc.aio.AioRpcError], Exception]) -> None:
+    def __init__(self, open_call: Callable[[CallOwner], Call], explain: Callable[[CallEnd], Exception]) -> None:
         self._open_call = open_call
         self._explain = explain
-        self._call: Any = None
-        self._outgoing: asyncio.Queue[tuple[pb.ProcessRequest, Answered]] = asyncio.Queue()
-        self._waiting: deque[Answered] = deque()  # the writer appends, the reader takes: in the order of the stream
-        self._tasks: list[asyncio.Task[None]] = []
+        self._call: Call | None = None
+        self._unsent: deque[tuple[pb.ProcessRequest, Answered]] = deque()
+        self._waiting: deque[Answered] = deque()  # in the order of the stream
         self._heard_at = float("-inf")
+        self.is_leaving = False
+        """Whether the server will end the stream before long."""
 
     @property
     def waiting(self) -> int:
         """How many requests have no answer yet."""
-        return len(self._waiting) + self._outgoing.qsize()
+        return len(self._waiting) + len(self._unsent)
 
-    async def ask(self, request: pb.ProcessRequest) -> pb.ProcessResponse | Undecodable:
-        """Raises ApiUnavailable. When cancelled the request may be carried out; its answer is then dropped."""
-        self._ensure_open()
+    def ask(self, request: pb.ProcessRequest) -> Answered:
+        """The answer to come, or ApiUnavailable in its place. When that is cancelled the request may be carried out."""
+        if self._call is None:
+            self._call = self._open_call(self)
         answered: Answered = asyncio.get_running_loop().create_future()
-        self._outgoing.put_nowait((request, answered))
-        return await answered
+        self._unsent.append((request, answered))
+        self._call.wake()
+        return answered
 
     def give_up(self, since: float) -> None:
         """A request that was made then had no answer in time: break the stream if there was no other answer, either."""
@@ -77,75 +95,57 @@ class ProcessLink:
     def forget_key(self) -> None:
         """The key that the stream was opened with is refused: the next request opens one with the key of then."""
         if not self.waiting:  # else the last of those that wait will say the same
-            self._break(ApiUnavailable(CLOSED))
+            self.close()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the stream; what waits fails."""
         self._break(ApiUnavailable(CLOSED))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
 
-    def _ensure_open(self) -> None:
-        if self._call is None:
-            self._tasks = [task for task in self._tasks if not task.done()]
-            call = self._call = self._open_call()
-            self._outgoing = asyncio.Queue()
-            self._waiting = deque()
-            self._tasks += [
-                asyncio.create_task(self._write(call, self._outgoing, self._waiting), name="write to the stream"),
-                asyncio.create_task(self._read(call, self._waiting), name="read from the stream"),
-            ]
+    # --- CallOwner ----------------------------------------------------------------------------------------------------
 
-    async def _write(
-        self, call: Any, outgoing: asyncio.Queue[tuple[pb.ProcessRequest, Answered]], waiting: deque[Answered]
-    ) -> None:
-        """A writer of its own: a caller whose time is over must not break off a write, which would end the stream."""
-        try:
-            while True:
-                request, answered = await outgoing.get()
-                if not answered.done():
-                    waiting.append(answered)
-                    await call.write(request)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            return  # the reader hears of it too, and says why
+    def next_message(self) -> bytes | None:
+        while self._unsent:
+            request, answered = self._unsent.popleft()
+            if not answered.done():  # else its caller has gone: a job that is not asked for is not lost
+                self._waiting.append(answered)
+                return request.SerializeToString()
+        return None
 
-    async def _read(self, call: Any, waiting: deque[Answered]) -> None:
-        error: Exception = ApiUnavailable("the server has ended the stream")
-        try:
-            while (response := await call.read()) is not grpc.aio.EOF:
-                if not waiting:
-                    error = ApiUnavailable("the server answers what was not asked")
-                    break
-                self._heard_at = timing.now()
-                answered = waiting.popleft()
-                if not answered.done():
-                    answered.set_result(response)
-            else:
-                if await call.code() is not grpc.StatusCode.OK:
-                    error = self._explain(await _error_of(call))
-        except grpc.aio.AioRpcError as broken:
-            error = self._explain(broken)
-        except (grpc.aio.UsageError, asyncio.InvalidStateError) as broken:
-            error = ApiUnavailable(str(broken))
-        finally:
-            if self._call is call:
-                self._break(_of_all(error))
+    def on_message(self, raw: bytes) -> None:
+        if not self._waiting:
+            self._break(ApiUnavailable("the server answers what was not asked"))
+            return
+        self._heard_at = timing.now()
+        answered = self._waiting.popleft()
+        if not answered.done():
+            answered.set_result(_decode(raw))
+        if self.is_leaving:
+            self._leave_if_idle()
+
+    def on_leaving(self) -> None:
+        self.is_leaving = True
+        self._leave_if_idle()
+
+    def on_end(self, end: CallEnd) -> None:
+        over = ApiUnavailable("the server has ended the stream")
+        self._break(over if end.code == "OK" else _of_all(self._explain(end)))
+
+    def _leave_if_idle(self) -> None:
+        if not self.waiting:
+            self.close()
 
     def _break(self, error: Exception) -> None:
         call, self._call = self._call, None
         if call is None:
             return
-        call.cancel()
-        unsent = [self._outgoing.get_nowait()[1] for _ in range(self._outgoing.qsize())]
-        for answered in (*self._waiting, *unsent):
+        call.close()
+        self.is_leaving = False
+        for answered in (*self._waiting, *(answered for _, answered in self._unsent)):
             if not answered.done():
                 answered.set_exception(error)
                 answered.exception()  # its caller may be gone: then nobody else looks
         self._waiting.clear()
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        self._unsent.clear()
 
 
 def _of_all(error: Exception) -> Exception:
@@ -155,17 +155,15 @@ def _of_all(error: Exception) -> Exception:
     return ApiUnavailable(str(error)) if is_of_one else error
 
 
-async def _error_of(call: Any) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
-    )
-
-
 class GrpcProcessApi(GrpcApi):
     """`GrpcApi`, with claims, completions and failures through the stream."""
 
-    def __init__(self, *, events: Events, **settings: Any) -> None:
-        super().__init__(events=events, **settings)
+    def __init__(
+        self, *, address: str, ca_file: Path | None = None, user_agent: str = USER_AGENT, **settings: Any
+    ) -> None:
+        super().__init__(address=address, ca_file=ca_file, user_agent=user_agent, **settings)
+        self._user_agent = user_agent
+        self._target = None if is_by_proxy(address) else target_of(address, ca_file)
         self._links: list[ProcessLink] = []
 
     async def __aenter__(self) -> Self:
@@ -177,20 +175,26 @@ class GrpcProcessApi(GrpcApi):
         exc: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            for link in self._links:
-                await link.close()
+        for link in self._links:
+            link.close()
         await super().__aexit__(exc_type, exc, traceback)
 
     def _link(self) -> ProcessLink:
         """The stream for the next request: the first that is not busy, else a new one, else the one that has least."""
-        for link in self._links:
+        staying = [link for link in self._links if not link.is_leaving]
+        for link in staying:
             if link.waiting < WAITING_PER_STREAM:
                 return link
         if len(self._links) < MAX_STREAMS:
-            self._links.append(ProcessLink(self.open_process, lambda error: self.stream_error("process", error)))
+            self._links.append(ProcessLink(self._open, lambda end: self.stream_error("process", end)))
             return self._links[-1]
-        return min(self._links, key=lambda link: link.waiting)
+        return min(staying or self._links, key=lambda link: link.waiting)
+
+    def _open(self, owner: CallOwner) -> Call:
+        """`QueueService/ProcessJobs`, with the key of now. Raises ApiUnavailable."""
+        if self._target is None:
+            return LibraryCall(self._channel.stream_stream(PROCESS_JOBS)(metadata=self._metadata()), owner)
+        return DirectCall(self._target, PROCESS_JOBS, (("user-agent", self._user_agent), *self._metadata()), owner)
 
     async def claim(self, queue_name: str, *, limit: int, lease_duration_s: int, timeout_s: float) -> Claim:
         """One dequeue, and if that gave a job as many more at once as are wanted: an empty queue costs one request."""
@@ -264,6 +268,27 @@ class GrpcProcessApi(GrpcApi):
         finally:
             if status:
                 self._events.emit(ApiRequestFinished(operation, status, timing.now() - started_at))
+
+
+def is_by_proxy(address: str) -> bool:
+    """Whether the environment names a proxy, which grpcio goes through (grpc: doc/environment_variables.md)."""
+    return not is_plain(address) and any(os.environ.get(name) for name in PROXY_VARIABLES)
+
+
+def target_of(address: str, ca_file: Path | None) -> Target:
+    """Where HOST:PORT is, and whom to trust there: as for REST. Raises ConfigError."""
+    from spooled_supervisor.api import httpx_wire
+
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    if is_plain(address):
+        return Target(host, port, None, MAX_MESSAGE_BYTES)
+    try:
+        trust = httpx_wire.trust("https", ca_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"CA file {str(ca_file)!r}: {error}") from error
+    assert trust is not None
+    trust.set_alpn_protocols(["h2"])
+    return Target(host, port, trust, MAX_MESSAGE_BYTES)
 
 
 _EXPECTED = {"claim": "job", "complete": "complete", "fail": "fail"}

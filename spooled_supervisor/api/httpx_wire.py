@@ -73,8 +73,8 @@ async def open_lines(
     """
     limits = httpx.Timeout(None, connect=CONNECT_LIMIT_S)
     try:
-        trust = _trust(httpx.URL(url).scheme, ca_file) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        lone_client = httpx.AsyncClient(verify=trust, timeout=limits, trust_env=False, proxy=proxy_for(url))
+        verify = trust(httpx.URL(url).scheme, ca_file) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        lone_client = httpx.AsyncClient(verify=verify, timeout=limits, trust_env=False, proxy=proxy_for(url))
     except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
         raise WireError(f"{type(error).__name__}: {error}") from error
     try:
@@ -164,20 +164,20 @@ def make_wire(origin: str, ca_file: Path | None) -> Wire:
     url = httpx.URL(origin)
     proxy = proxy_for(origin)
     try:
-        trust = _trust(url.scheme, ca_file)
+        tls = trust(url.scheme, ca_file)
         if proxy is None:
             port = url.port or (443 if url.scheme == "https" else 80)
-            return DirectWire(url.host, port, trust)
+            return DirectWire(url.host, port, tls)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE, keepalive_expiry=KEEPALIVE_S)
         # Without TLS nobody needs to be trusted, and an empty context trusts nobody.
-        verify = trust or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        verify = tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         return HttpxWire(origin, httpx.AsyncHTTPTransport(verify=verify, http2=False, limits=limits, proxy=proxy))
     except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
         about = f"CA file {str(ca_file)!r}" if isinstance(error, OSError) and ca_file else "connection settings"
         raise ConfigError(f"{about}: {error}") from error
 
 
-def _trust(scheme: str, ca_file: Path | None) -> ssl.SSLContext | None:
+def trust(scheme: str, ca_file: Path | None) -> ssl.SSLContext | None:
     """Certificates are always verified: against `ca_file`, else SSL_CERT_FILE / SSL_CERT_DIR, else the usual ones."""
     if scheme != "https":
         return None

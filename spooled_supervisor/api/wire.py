@@ -15,9 +15,9 @@ import asyncio
 import ipaddress
 import select
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from spooled_supervisor import timing
 
@@ -32,6 +32,8 @@ MAX_DIGITS = 18
 HEX_DIGITS = b"0123456789abcdefABCDEF"
 HAPPY_EYEBALLS_S = 0.25
 """RFC 8305: the next address is tried after this, where the first does not answer."""
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class WireError(Exception):
@@ -72,9 +74,6 @@ class DirectWire:
         self._host = host
         self._port = port
         self._tls = tls
-        # Only a name can have several addresses to try; and what asyncio's race of addresses leaves behind when it is
-        # cancelled takes another turn of the loop to end.
-        self._eyeballs_s = None if _is_address(host) else HAPPY_EYEBALLS_S
         self._idle: list[_Connection] = []  # the longest idle first
         self._busy: set[_Connection] = set()
         self._buffer = memoryview(bytearray(READ_BYTES))
@@ -119,20 +118,7 @@ class DirectWire:
             self._idle.pop(0).close()
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        try:
-            _, connection = await loop.create_connection(
-                lambda: _Connection(self._buffer),
-                self._host,
-                self._port,
-                ssl=self._tls,
-                server_hostname=self._host if self._tls is not None else None,
-                happy_eyeballs_delay=self._eyeballs_s,
-            )
-        except (OSError, ssl.CertificateError, UnicodeError) as error:  # ssl.SSLError is an OSError
-            # UnicodeError: a name that is none, as with a label of more than 63 characters (RFC 1035, 2.3.4).
-            raise WireError(f"no connection: {getattr(error, 'strerror', None) or error}") from error
-        return connection
+        return await connect(lambda: _Connection(self._buffer), self._host, self._port, self._tls)
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -365,6 +351,27 @@ class _Chunks:
         line = bytes(buffer[:end])
         del buffer[: end + 2]
         return line
+
+
+async def connect(make: Callable[[], P], host: str, port: int, tls: ssl.SSLContext | None) -> P:
+    """A connection for the protocol that `make` makes. Raises WireError."""
+    # Only a name can have several addresses to try; and what asyncio's race of addresses leaves behind when it is
+    # cancelled takes another turn of the loop to end.
+    eyeballs_s = None if _is_address(host) else HAPPY_EYEBALLS_S
+    try:
+        _, protocol = await asyncio.get_running_loop().create_connection(
+            make,
+            host,
+            port,
+            ssl=tls,
+            server_hostname=host if tls is not None else None,
+            happy_eyeballs_delay=eyeballs_s,
+        )
+    except (OSError, ssl.CertificateError, UnicodeError, OverflowError) as error:  # ssl.SSLError is an OSError
+        # UnicodeError: a name that is none, as with a label of more than 63 characters (RFC 1035, 2.3.4);
+        # OverflowError: a port that is none.
+        raise WireError(f"no connection: {getattr(error, 'strerror', None) or error}") from error
+    return protocol
 
 
 def _is_address(host: str) -> bool:

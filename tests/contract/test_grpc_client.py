@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import shutil
-import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import select
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,13 @@ import pytest
 
 from spooled_supervisor import timing
 from spooled_supervisor.api.grpc import GrpcApi, JobStream, host_of
-from spooled_supervisor.api.grpc_process import MAX_STREAMS, WAITING_PER_STREAM, GrpcProcessApi
+from spooled_supervisor.api.grpc_process import (
+    MAX_STREAMS,
+    PROXY_VARIABLES,
+    WAITING_PER_STREAM,
+    GrpcProcessApi,
+    is_by_proxy,
+)
 from spooled_supervisor.api.rest import RestApi
 from spooled_supervisor.api.transports import FINAL_TRIES, BothApi
 from spooled_supervisor.api.values import NotCarried, Settled, UnreadableJob
@@ -28,6 +35,7 @@ from spooled_supervisor.job import Job
 from spooled_supervisor.proto import spooled_pb2 as pb
 from tests.chaos.grpc_proxy import GrpcFaultProxy
 from tests.chaos.proxy import Faults
+from tests.support import certificates
 from tests.support.daemon import wait_until
 from tests.support.devserver import DevServer, Producer, dev_server
 from tests.support.relay import Relay
@@ -36,7 +44,18 @@ T = TypeVar("T")
 LIMIT_S = 10.0
 LEASE_S = 30
 KEY = "sp_test_0123456789"
-KINDS = {"unary": GrpcApi, "process": GrpcProcessApi}
+
+
+class ByLibrary(GrpcProcessApi):
+    """As where the environment names a proxy."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._target = None
+
+
+PROCESS_KINDS: dict[str, type[GrpcProcessApi]] = {"process": GrpcProcessApi, "process by the library": ByLibrary}
+KINDS: dict[str, type[GrpcApi]] = {"unary": GrpcApi, **PROCESS_KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +85,11 @@ def queue_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> type[GrpcApi]:
     return KINDS[request.param]
+
+
+@pytest.fixture(params=PROCESS_KINDS)
+def process_kind(request: pytest.FixtureRequest) -> type[GrpcProcessApi]:
+    return PROCESS_KINDS[request.param]
 
 
 LOST_STATUS = "Internal error from Core"
@@ -104,19 +128,25 @@ def on_a_stranger(
     main: Callable[[Any], Coroutine[Any, Any, None]],
     kind: type[GrpcApi] = GrpcApi,
     *,
-    api_key: Callable[[], str] = lambda: KEY,
+    host: str = "127.0.0.1",
+    credentials: grpc.ServerCredentials | None = None,
+    options: Sequence[tuple[str, int]] = (),
+    **settings: Any,
 ) -> None:
     """Against a server of these methods of QueueService, whose messages are bytes."""
 
     async def inside() -> None:
-        server = grpc.aio.server()
+        server = grpc.aio.server(options=options)
         handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", methods)
         server.add_generic_rpc_handlers((handlers,))
-        port = server.add_insecure_port("127.0.0.1:0")
+        if credentials is None:
+            port = server.add_insecure_port(f"{host}:0")
+        else:
+            port = server.add_secure_port(f"{host}:0", credentials)
         await server.start()
-        settings: dict[str, Any] = {"api_key": api_key, "worker_id": "w", "events": Events()}
+        common: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
         try:
-            async with kind(address=f"127.0.0.1:{port}", **settings) as api:
+            async with kind(address=f"{host}:{port}", **{**common, **settings}) as api:
                 await main(api)
         finally:
             await server.stop(0)
@@ -254,14 +284,14 @@ def test_a_server_that_is_not_there_is_unavailable(server: DevServer, kind: type
         run(server, lambda api: claimed(api, queue_name), kind, address="127.0.0.1:9")
 
 
-def test_a_deadline_that_has_passed_sends_nothing(server: DevServer, queue_name: str) -> None:
+def test_a_deadline_that_has_passed_sends_nothing(server: DevServer, kind: type[GrpcApi], queue_name: str) -> None:
     server.client.create(queue_name, {})
 
     async def main(api: GrpcApi) -> None:
         with pytest.raises(ApiUnavailable):
             await api.claim(queue_name, limit=1, lease_duration_s=LEASE_S, timeout_s=-1.0)
 
-    run(server, main)
+    run(server, main, kind)
     assert server.client.stats(queue_name)["pending"] == 1
 
 
@@ -482,7 +512,9 @@ def test_whatever_comes_instead_of_a_pushed_job_ends_the_stream(server: DevServe
     through_faults(server, main)
 
 
-def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServer, queue_name: str) -> None:
+def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(
+    server: DevServer, process_kind: type[GrpcProcessApi], queue_name: str
+) -> None:
     """Its answers come in order, so what hangs holds up all that follows; a lease cannot wait for that."""
     server.client.create(queue_name, {})
 
@@ -499,10 +531,12 @@ def test_a_renewal_does_not_wait_for_a_process_stream_that_hangs(server: DevServ
             task.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
 
-    through_faults(server, main, GrpcProcessApi)
+    through_faults(server, main, process_kind)
 
 
-def test_after_a_refused_key_the_next_request_brings_the_new_one(queue_name: str) -> None:
+def test_after_a_refused_key_the_next_request_brings_the_new_one(
+    process_kind: type[GrpcProcessApi], queue_name: str
+) -> None:
     """The service would end such a stream; one that does not must not be asked with the old key for ever."""
     keys = [KEY]
 
@@ -521,7 +555,7 @@ def test_after_a_refused_key_the_next_request_brings_the_new_one(queue_name: str
         assert await claimed(api, queue_name) == ()
 
     methods: dict[str, Any] = {"ProcessJobs": grpc.stream_stream_rpc_method_handler(picky)}
-    on_a_stranger(methods, main, GrpcProcessApi, api_key=lambda: keys[0])
+    on_a_stranger(methods, main, process_kind, api_key=lambda: keys[0])
 
 
 def test_a_renewal_that_older_services_answer_with_no_success_is_a_lost_lease(queue_name: str) -> None:
@@ -536,7 +570,9 @@ def test_a_renewal_that_older_services_answer_with_no_success_is_a_lost_lease(qu
 
 
 @pytest.mark.parametrize("code", ["PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT"])
-def test_what_ends_a_stream_is_no_word_about_the_results_that_wait_on_it(queue_name: str, code: str) -> None:
+def test_what_ends_a_stream_is_no_word_about_the_results_that_wait_on_it(
+    process_kind: type[GrpcProcessApi], queue_name: str, code: str
+) -> None:
     """A result that is refused would be replaced by a failure; this one is sent again, by itself."""
 
     async def ends(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -553,10 +589,28 @@ def test_what_ends_a_stream_is_no_word_about_the_results_that_wait_on_it(queue_n
             with pytest.raises(ApiUnavailable):
                 await report
 
-    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(ends)}, main, GrpcProcessApi)
+    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(ends)}, main, process_kind)
 
 
-def test_where_many_requests_wait_another_stream_is_opened(queue_name: str) -> None:
+def test_a_server_that_ends_its_connections_now_and_then_costs_no_request(queue_name: str) -> None:
+    """As proxies and load balancers do, too: it says so a moment before (GOAWAY), and nothing new is asked there."""
+    streams: list[object] = []
+
+    async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        streams.append(context)
+        async for _ in requests:
+            yield pb.ProcessResponse(error=pb.ErrorResponse(code="NO_JOBS")).SerializeToString()
+
+    async def main(api: GrpcProcessApi) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while len(streams) < 5:
+                assert await asyncio.gather(*(claimed(api, queue_name) for _ in range(3))) == [()] * 3
+
+    ages = (("grpc.max_connection_age_ms", 300), ("grpc.max_connection_age_grace_ms", 200))
+    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(answer)}, main, GrpcProcessApi, options=ages)
+
+
+def test_where_many_requests_wait_another_stream_is_opened(process_kind: type[GrpcProcessApi], queue_name: str) -> None:
     """The server works on the requests of one stream one after the other."""
     streams: list[object] = []
     there_are_two = asyncio.Event()
@@ -577,7 +631,7 @@ def test_where_many_requests_wait_another_stream_is_opened(queue_name: str) -> N
         assert await claimed(api, queue_name) == ()
         assert len(streams) == 2
 
-    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(slow)}, main, GrpcProcessApi)
+    on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(slow)}, main, process_kind)
 
 
 def test_a_job_that_cannot_be_decoded_is_known_by_name(kind: type[GrpcApi], queue_name: str) -> None:
@@ -692,7 +746,9 @@ def test_the_process_stream_keeps_its_order_when_a_caller_goes_away(server: DevS
     run(server, main, GrpcProcessApi)
 
 
-def test_the_process_stream_is_opened_again_after_it_broke(queue_name: str, tmp_path: Any) -> None:
+def test_the_process_stream_is_opened_again_after_it_broke(
+    process_kind: type[GrpcProcessApi], queue_name: str, tmp_path: Any
+) -> None:
     options: dict[str, Any] = {"db": tmp_path / "jobs.sqlite3", "grpc_port": 0}
     with dev_server(**options) as first:
         options["grpc_port"] = first.grpc_address.rpartition(":")[2]
@@ -712,7 +768,7 @@ def test_the_process_stream_is_opened_again_after_it_broke(queue_name: str, tmp_
                         await asyncio.sleep(0.1)
                 await api.complete(jobs[0], b"{}", tries_before=0, deadline=soon())
 
-        run(first, main, GrpcProcessApi)
+        run(first, main, process_kind)
 
 
 # --- beside REST ------------------------------------------------------------------------------------------------------
@@ -785,45 +841,110 @@ def test_an_earlier_life_is_reported_under_its_own_id(server: DevServer, queue_n
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """Certificate and key of 127.0.0.2, signed by itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl(1) to make a certificate")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=stub"
-    extra = ["-addext", "subjectAltName=IP:127.0.0.2", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
-    return cert, key
+    return certificates.certificate(tmp_path, "IP:127.0.0.2")
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-def test_tls_is_spoken_and_verified(certificate: tuple[Path, Path], is_trusted: bool) -> None:
+def test_tls_is_spoken_and_verified(certificate: tuple[Path, Path], kind: type[GrpcApi], is_trusted: bool) -> None:
     cert, key = certificate
     seen: list[str] = []
+    job = pb.Job(id="j", lease_id="l", queue_name="q")
 
-    async def dequeue(request: pb.DequeueRequest, context: Any) -> pb.DequeueResponse:
+    def look(context: Any) -> None:
         seen.extend(str(value) for name, value in context.invocation_metadata() if name == "x-api-key")
-        return pb.DequeueResponse(jobs=[pb.Job(id="j", lease_id="l", queue_name=request.queue_name)])
 
-    async def main() -> None:
-        server = grpc.aio.server()
-        handler = grpc.unary_unary_rpc_method_handler(
-            dequeue, pb.DequeueRequest.FromString, pb.DequeueResponse.SerializeToString
+    async def dequeue(request: bytes, context: Any) -> bytes:
+        look(context)
+        return pb.DequeueResponse(jobs=[job]).SerializeToString()
+
+    async def process(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        look(context)
+        async for _ in requests:
+            yield pb.ProcessResponse(job=job).SerializeToString()
+
+    async def main(api: Any) -> None:
+        assert [job.id for job in await claimed(api, "q")] == ["j"]
+
+    methods: dict[str, Any] = {
+        "Dequeue": grpc.unary_unary_rpc_method_handler(dequeue),
+        "ProcessJobs": grpc.stream_stream_rpc_method_handler(process),
+    }
+    with contextlib.nullcontext() if is_trusted else pytest.raises(ApiUnavailable):
+        on_a_stranger(
+            methods,
+            main,
+            kind,
+            host="127.0.0.2",
+            credentials=grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())]),
+            ca_file=cert if is_trusted else None,
         )
-        handlers = grpc.method_handlers_generic_handler("spooled.v1.QueueService", {"Dequeue": handler})
-        server.add_generic_rpc_handlers((handlers,))
-        credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
-        port = server.add_secure_port("127.0.0.2:0", credentials)
-        await server.start()
-        settings: dict[str, Any] = {"api_key": lambda: KEY, "worker_id": "w", "events": Events()}
-        try:
-            async with GrpcApi(address=f"127.0.0.2:{port}", ca_file=cert if is_trusted else None, **settings) as api:
-                assert [job.id for job in await claimed(api, "q")] == ["j"]
-        finally:
-            await server.stop(0)
-
-    with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
-        if is_trusted:
-            runner.run(main())
-        else:
-            with pytest.raises(ApiUnavailable):
-                runner.run(main())
     assert seen == ([KEY] if is_trusted else []), "the key is shown to nobody else"
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "is_named"),
+    [
+        ("grpc.spooled.cloud:443", {}, False),
+        ("grpc.spooled.cloud:443", {"https_proxy": "http://10.0.0.1:3128"}, True),
+        ("grpc.spooled.cloud:443", {"grpc_proxy": "http://10.0.0.1:3128"}, True),
+        ("grpc.spooled.cloud:443", {"http_proxy": ""}, False),
+        ("localhost:50051", {"https_proxy": "http://10.0.0.1:3128"}, False),
+        ("[::1]:50051", {"grpc_proxy": "http://10.0.0.1:3128"}, False),
+    ],
+)
+def test_where_a_proxy_is_named_the_library_makes_the_streams(
+    monkeypatch: pytest.MonkeyPatch, address: str, variables: dict[str, str], is_named: bool
+) -> None:
+    for name in PROXY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_by_proxy(address) is is_named
+
+
+def test_a_proxy_carries_the_streams_too(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, queue_name: str
+) -> None:
+    cert, key = certificate
+    asked: list[bytes] = []
+
+    async def process(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield pb.ProcessResponse(job=pb.Job(id="j", lease_id="l")).SerializeToString()
+
+    def tunnel(listening: socket.socket) -> None:
+        """One connection, until either side ends it."""
+        client, _ = listening.accept()
+        with client:
+            asked.append(client.recv(4096))
+            host, _, port = asked[0].split()[1].decode().rpartition(":")
+            with socket.create_connection((host, int(port))) as there:
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                other = {client: there, there: client}
+                with contextlib.suppress(OSError):
+                    while True:
+                        for source in select.select([*other], [], [])[0]:
+                            if not (data := source.recv(1 << 16)):
+                                return
+                            other[source].sendall(data)
+
+    async def main(api: Any) -> None:
+        assert [job.id for job in await claimed(api, queue_name)] == ["j"]
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        proxy = threading.Thread(target=tunnel, args=(listening,))
+        proxy.start()
+        for name in PROXY_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("grpc_proxy", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        on_a_stranger(
+            {"ProcessJobs": grpc.stream_stream_rpc_method_handler(process)},
+            main,
+            GrpcProcessApi,
+            host="127.0.0.2",
+            credentials=grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())]),
+            ca_file=cert,
+        )
+        proxy.join(LIMIT_S)
+    assert not proxy.is_alive()
+    assert asked[0].startswith(b"CONNECT 127.0.0.2:")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +20,7 @@ from spooled_supervisor.api.exchange import Exchange, Received
 from spooled_supervisor.api.httpx_wire import Transport, proxy_for
 from spooled_supervisor.errors import ApiUnavailable, ConfigError
 from spooled_supervisor.events import ApiRequestFinished, Events
+from tests.support import certificates
 from tests.support.stub_api import Reply, StubApi, stub_api
 
 T = TypeVar("T")
@@ -612,14 +611,7 @@ def test_a_proxy_that_cannot_be_used_is_a_matter_of_configuration(environment: p
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl(1) to make a certificate")
-    place = tmp_path_factory.mktemp("tls")
-    cert, key = place / "cert.pem", place / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=stub"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return cert, key
+    return certificates.certificate(tmp_path_factory.mktemp("tls"), "IP:127.0.0.1")
 
 
 @pytest.fixture

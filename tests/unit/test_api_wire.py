@@ -7,11 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import socket
 import ssl
 import struct
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +29,7 @@ from spooled_supervisor.api.wire import (
     WireError,
     _Parser,
 )
+from tests.support import certificates
 
 T = TypeVar("T")
 LIMIT_S = 20.0
@@ -759,14 +758,7 @@ def test_cancelled_calls_among_many_do_not_mix_up_the_answers_of_the_others() ->
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for localhost and 127.0.0.1, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl(1) to make a certificate")
-    place = tmp_path_factory.mktemp("tls")
-    cert, key = place / "cert.pem", place / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=service"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-out", str(cert), "-keyout", str(key)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return cert, key
+    return certificates.certificate(tmp_path_factory.mktemp("tls"), "IP:127.0.0.1", "DNS:localhost")
 
 
 def serving(certificate: tuple[Path, Path]) -> ssl.SSLContext:
