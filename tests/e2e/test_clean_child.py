@@ -39,6 +39,7 @@ PUT_BACK = (
     "memory_limit",
     "streams_none",
     "streams_replaced",
+    "streams_reconfigured",
     "streams_dup2",
     "stdin_from_file",
     "descriptors_closed",
