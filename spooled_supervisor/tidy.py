@@ -140,12 +140,13 @@ class Baseline:
         for timer in TIMERS:
             if signal.getitimer(timer) != (0.0, 0.0):
                 signal.setitimer(timer, 0)
-        handlers = [*map(kernel.getsignal, SIGNALS)]
-        if handlers != self._handlers:
-            for number, handler, before in zip(SIGNALS, handlers, self._handlers, strict=True):
-                if handler is not before:
+        # By identity, which takes 0.8 us more than to compare lists: a handler may be equal to anything.
+        if any(map(operator.is_not, map(kernel.getsignal, SIGNALS), self._handlers)):
+            for number, before in zip(SIGNALS, self._handlers, strict=True):
+                if kernel.getsignal(number) is not before:
                     kernel.set_handler(number, kernel.SIG_DFL if before is None else before)
             self._on_signals_lost()
+            self._handlers = [*map(kernel.getsignal, SIGNALS)]  # ours are bound methods, and so new objects
         if kernel.pthread_sigmask(signal.SIG_BLOCK, ()) != self._mask:
             kernel.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         return None

@@ -193,6 +193,54 @@ def test_a_replaced_signal_handler_has_ours_installed_again(baseline: Baseline, 
     assert signals.installed == 1
 
 
+class EqualToAll:
+    """A signal handler that compares equal to any other."""
+
+    def __call__(self, *_: object) -> None:
+        return
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_a_handler_that_is_equal_to_all_is_replaced_nevertheless(baseline: Baseline, signals: Signals) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, EqualToAll())
+    assert baseline.restore() is None
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signals.installed == 1
+
+
+class Ours(Signals):
+    """Our own handling, a bound method: a new object each time."""
+
+    def __call__(self) -> None:
+        super().__call__()
+        signal.signal(signal.SIGUSR2, self.on_signal)
+
+    def on_signal(self, *_: object) -> None:
+        return
+
+
+def test_what_was_installed_again_is_no_change_after_the_next_job() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    ours = Ours()
+    ours()
+    try:
+        with a_baseline(ours) as baseline:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            for _ in range(3):
+                assert baseline.restore() is None
+                assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+                assert signal.getsignal(signal.SIGUSR2) == ours.on_signal
+            assert ours.installed == 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_a_removed_directory_is_left(baseline: Baseline, tmp_path: Path) -> None:
     before = os.getcwd()
     folder = tmp_path / "gone"
