@@ -182,8 +182,9 @@ class Child:
         gc.enable()
 
     def _install_signals(self) -> None:
-        """All of them, whatever a handler has put in their place."""
-        install_quiet_signals()
+        """Ours, whatever a handler has put in their place. Not the quiet ones, which the baseline has: a start hook may
+        have its own there."""
+        signal.set_wakeup_fd(-1)
         self._install_own_signals()
 
     def _install_own_signals(self) -> None:

@@ -375,6 +375,17 @@ class JobLeaseLost(Event, frozen=True):
     reason: str
 
 
+class LeaseLapsed(Event, frozen=True):
+    """The service renews the lease, and has not taken the outcome for `settling_s`: it is not renewed any more, and the
+    outcome is tried until it ends."""
+
+    level: ClassVar[int] = WARNING
+    job_id: str
+    queue_name: str
+    settling_s: float
+    ends_in_s: float
+
+
 class OutcomeSettled(Event, frozen=True):
     """The service has the outcome (`status`: completed, failed; `already` if an earlier try had landed)."""
 

@@ -83,7 +83,11 @@ def child_environment(env: Mapping[str, str], *, marker: str, threads: int) -> d
 
 
 class ForkServerGone(SupervisorError):
-    """The fork server ended; what was asked of it will not be answered."""
+    """The fork server ended; what was asked of it will not be answered. `signal`: what has killed it, as in `Exit`."""
+
+    def __init__(self, reason: str, *, signal: str | None = None) -> None:
+        self.signal = signal
+        super().__init__(reason)
 
 
 class NoCopyLeft(SupervisorError):
@@ -310,8 +314,9 @@ class ForkServer:
         self.close()
         reaped = exits.reap(self.pid)
         self._on_reaped()
-        cause = exits.decode(exits.UNKNOWN if reaped is None else reaped.status).words()
-        gone = ForkServerGone(f"the fork server {cause}")
+        end = exits.decode(exits.UNKNOWN if reaped is None else reaped.status)
+        cause = end.words()
+        gone = ForkServerGone(f"the fork server {cause}", signal=end.signal)
         if not self._preloaded.done():
             self._preloaded.set_exception(gone)
             self._preloaded.exception()  # it may have nobody left who waits
@@ -471,7 +476,7 @@ class ForkServerKeeper:
         except ForkServerGone as gone:
             output.drain()
             # For want of memory perhaps: unlike an app that is wrong, that is worth a restart.
-            code = EX_FAILURE if "SIGKILL" in str(gone) else EX_CONFIG
+            code = EX_FAILURE if gone.signal == signal.SIGKILL.name else EX_CONFIG
             text = f"app {app!r}: {gone} while it was imported\n{output.tail}".rstrip()
             raise AppError(text, exit_code=code) from None
 

@@ -3,7 +3,7 @@
 Every claimed job is in the lease book from here until its outcome is taken, its lease is refused or its time is over.
 Lease ends are looked at first, before anything is sent or started, also after the machine has slept. A lease that is
 lost or cannot be renewed ends its run before another worker can hold the job, and nothing is reported for it. Renewal
-does not depend on a child, and goes on while an outcome is on its way.
+does not depend on a child, and goes on while an outcome is on its way, but not for ever (`leases`).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Holder:
                 breaker.answered()
 
     def _finish(self, lease: Lease, outcome: Outcome, run: Run | None = None) -> None:
-        self._leases.decided(lease)
+        self._leases.decided(lease, now())
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
@@ -214,7 +214,7 @@ class Holder:
             outcome = leftover.outcome or Crashed("the supervisor ended while it held this job; it was started again")
             status = "completed" if isinstance(outcome, Succeeded) else "failed"
             self._events.emit(ev.LeftoverReported(job.id, job.queue_name, status, leftover.outcome is not None))
-            self._leases.decided(lease)
+            self._leases.decided(lease, now())
             # An outcome may have been sent and taken before the end; the failure of an unfinished job cannot have been.
             tries = 1 if leftover.outcome is not None else 0
             self._spawn(self._settle(lease, outcome, worker_id=leftover.worker_id, tries=tries), "settle")
@@ -278,7 +278,8 @@ class Holder:
             if not self._pool.kill(lease.job.key, "lease_lost", is_lost=True):
                 self._outbox.forget(lease.job)
             if not lease.aborted:  # else it was told then
-                self._lost(lease, "it ended before it could be renewed")
+                not_done = "its outcome was taken" if lease.has_lapsed else "it could be renewed"
+                self._lost(lease, f"it ended before {not_done}")
         for lease in due.kill:
             self._pool.kill(lease.job.key, "lease_lost", is_lost=True)
         for lease in due.abort:
@@ -287,6 +288,9 @@ class Holder:
                 self._leases.dropped(lease)
                 self._outbox.forget(lease.job)
             self._lost(lease, "it could not be renewed in time")
+        for lease in due.lapsed:
+            job, settling_s = lease.job, round(at - lease.settling_since, 3)
+            self._events.emit(ev.LeaseLapsed(job.id, job.queue_name, settling_s, round(lease.end - at, 3)))
         for lease in due.renew:
             self._spawn(self._renew(lease), "renew")
 

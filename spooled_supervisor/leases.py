@@ -12,6 +12,11 @@ So a lease that cannot be renewed fences itself: nothing of ours runs any more w
 Renewal goes on until the outcome is settled, during a drain too, and never waits for a child. A supervisor that is
 itself stopped (SIGSTOP, a frozen cgroup, a sleeping machine) cannot fence; on waking it looks at the ends first.
 
+But not for ever: a service that renews the lease and never takes the outcome would have the job kept from everybody.
+Once its outcome has been on its way for SETTLING_LEASES durations, and SETTLING_AT_LEAST_S, a lease lapses: it is not
+renewed any more, and ends as one that cannot be. This is noticed when its next renewal falls due. Time is counted from
+the decision, or from the start of the life that has found the outcome on disk.
+
 What is due is found by a heap of looks, so that a thousand leases cost each of them no more than ten do. Leases that
 were claimed together would be renewed together, and the last of a thousand wait for the others: each lease is renewed
 a little earlier than the one before it (SPREAD_S), and so never again at the same time.
@@ -31,6 +36,9 @@ from spooled_supervisor.timing import Backoff
 
 RENEW_RETRY_FIRST_S = 0.25
 RENEW_RETRY_CAP_S = 5.0
+SETTLING_LEASES = 10
+SETTLING_AT_LEAST_S = 300.0
+"""Outages and rate limits are over by then, as a rule; and short leases are no reason to give up early."""
 SPREAD_S = 0.001
 """Three times what it takes to send a renewal."""
 MAX_SPREAD = 0.2
@@ -54,6 +62,7 @@ class Lease:
     renew_at: float = 0.0
     due_at: float = 0.0  # when the renewal that is due now was first due: its lateness is measured from here
     look_at: float = float("inf")  # when the book looks at it next
+    settling_since: float = float("inf")  # when its outcome was decided
     renewing: bool = False
     aborted: bool = False  # passing abort_at has been told
     killed: bool = False  # passing kill_at has been told
@@ -79,6 +88,16 @@ class Lease:
         return self.started_at + abort_after_s(self.job.lease_duration_s, self.abort_grace_s)
 
     @property
+    def renews_until(self) -> float:
+        """From then on no renewal is begun; inf while its outcome is not known."""
+        return self.settling_since + max(SETTLING_LEASES * self.job.lease_duration_s, SETTLING_AT_LEAST_S)
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether it is never renewed again, as its outcome was not taken for too long."""
+        return self.renew_at == float("inf")
+
+    @property
     def is_live(self) -> bool:
         """Whether it is still ours."""
         return self.state in (LeaseState.HELD, LeaseState.SETTLING)
@@ -96,9 +115,11 @@ class Lease:
 
 @dataclass(slots=True)
 class Due:
-    """What has to be done now: renewals to send, runs to abort, families to kill, leases that are over."""
+    """What has to be done now: renewals to send, runs to abort, families to kill; and leases that are over, or that
+    are not renewed any more."""
 
     renew: list[Lease] = field(default_factory=list)
+    lapsed: list[Lease] = field(default_factory=list)
     abort: list[Lease] = field(default_factory=list)
     kill: list[Lease] = field(default_factory=list)
     ended: list[Lease] = field(default_factory=list)
@@ -144,7 +165,7 @@ class LeaseBook:
         return self._looks[0][0] if self._looks else float("inf")
 
     def due(self, now: float) -> Due:
-        """What is due at `now`. Each abort, kill and end is told once; a renewal is told when none is under way."""
+        """What is due at `now`. A renewal is told when none is under way, all else once."""
         due = Due()
         looked_at = []
         while self._looks and self._looks[0][0] <= now:
@@ -172,8 +193,12 @@ class LeaseBook:
             lease.aborted = True
             due.abort.append(lease)
         elif now >= lease.renew_at and not lease.renewing and not (runs and lease.aborted):
-            lease.renewing = True
-            due.renew.append(lease)
+            if now < lease.renews_until:
+                lease.renewing = True
+                due.renew.append(lease)
+            else:
+                lease.renew_at = float("inf")
+                due.lapsed.append(lease)
 
     def _plan_look(self, lease: Lease) -> None:
         """See that it is looked at when it is due. A look that comes earlier will plan this one."""
@@ -199,9 +224,10 @@ class LeaseBook:
         self._plan_look(lease)
         return lease.renew_at
 
-    def decided(self, lease: Lease) -> None:
+    def decided(self, lease: Lease, now: float) -> None:
         """The outcome is known and will be reported."""
         lease.state = advance(LEASE, lease.state, LeaseEvent.WAS_DECIDED)
+        lease.settling_since = now
         self._plan_look(lease)  # one that was told to abort is renewed again
 
     def settled(self, lease: Lease) -> None:

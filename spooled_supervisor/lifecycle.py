@@ -104,7 +104,7 @@ class LeaseState(Enum):
     """Where a lease is."""
 
     HELD = auto()  # the job waits or runs; we renew
-    SETTLING = auto()  # the outcome is known and on its way; we still renew
+    SETTLING = auto()  # the outcome is known and on its way; we still renew, for a while
     SETTLED = auto()  # the service has the outcome
     LOST = auto()  # not ours any more; nothing may be reported
 

@@ -309,9 +309,9 @@ def _end_of(lease: Lease) -> float:
 
 
 def _lease(lease: Lease, at: float) -> LeaseSnapshot:
-    renew_in_s = max(0.0, lease.renew_at - at)
+    renew_in_s = None if lease.has_lapsed else round(max(0.0, lease.renew_at - at), 3)
     return LeaseSnapshot(
-        lease.job.id, lease.job.queue_name, lease.state.name.lower(), round(lease.end - at, 3), round(renew_in_s, 3)
+        lease.job.id, lease.job.queue_name, lease.state.name.lower(), round(lease.end - at, 3), renew_in_s
     )
 
 

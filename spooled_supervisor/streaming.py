@@ -308,14 +308,12 @@ class Streamer(Claimer):
     async def _settled(self, stream: Stream, source: Source) -> bool:
         """Wait until the job is not held any more; whether it was settled, and not lost or put off."""
         assert stream.key is not None
-        lease, settling_since = self._leases.get(stream.key), float("inf")
+        lease = self._leases.get(stream.key)
         while lease is not None and lease.is_live:
             if lease.state is LeaseState.HELD:
                 self._sends_ahead = self._sends_ahead or source.has_job
-            else:
-                settling_since = min(settling_since, now())
-                if now() - settling_since >= SETTLING_PATIENCE_S:
-                    return False
+            elif now() - lease.settling_since >= SETTLING_PATIENCE_S:
+                return False
             try:
                 async with asyncio.timeout(LOOK_S):
                     await stream.stirred.wait()

@@ -72,13 +72,14 @@ class FailureSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSnapshot:
-    """A lease: `held`, or `settling` while its outcome is on its way. Renewed in `renew_in_s`, or over at its end."""
+    """A lease: `held`, or `settling` while its outcome is on its way. Renewed in `renew_in_s`, or over at its end; None
+    if it is not renewed any more."""
 
     job_id: str
     queue: str
     state: str
     ends_in_s: float
-    renew_in_s: float
+    renew_in_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

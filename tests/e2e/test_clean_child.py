@@ -39,6 +39,7 @@ PUT_BACK = (
     "memory_limit",
     "streams_none",
     "streams_replaced",
+    "streams_reconfigured",
     "streams_dup2",
     "stdin_from_file",
     "descriptors_closed",
@@ -177,6 +178,46 @@ def test_with_leftovers_keep_they_are_named_and_live_on() -> None:
         (child,) = seen["children"]
         assert is_alive(int(child))
     # They are not the next life's: the end of the daemon is the end of them (`daemon` looks).
+
+
+HOOKED = """
+import os, signal
+from spooled_supervisor import App
+
+app = App()
+kept = lambda *_: None
+
+@app.on_child_start
+def hook():
+    for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, kept)
+
+@app.handler("litter")
+def litter(ctx):
+    for number in (signal.SIGALRM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    return {"pid": os.getpid()}
+
+@app.handler("look")
+def look(ctx):
+    hooked = [signal.getsignal(number) is kept for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD)]
+    return {"pid": os.getpid(), "hooked": hooked, "alarm": signal.getsignal(signal.SIGALRM) == signal.SIG_DFL}
+"""
+
+
+def test_signal_handlers_of_a_start_hook_are_put_back_with_the_others(tmp_path: Path) -> None:
+    (tmp_path / "hooked.py").write_text(HOOKED)
+    options = ["--poll-interval", "0.05"]
+    with (
+        dev_server() as server,
+        daemon("hooked", url=server.url, api_key=server.api_key, procs=1, options=options, cwd=tmp_path),
+    ):
+        for _ in range(2):
+            results = []
+            for queue in ("litter", "look"):
+                job_id = server.client.create(queue, {}, max_retries=0)
+                results.append(server.client.wait_for(job_id, "completed")["result"])
+            assert results[1] == {"pid": results[0]["pid"], "hooked": [True, True, True], "alarm": True}
 
 
 def sleeps(worker: Daemon) -> list[int]:

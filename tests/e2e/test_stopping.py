@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -367,14 +369,21 @@ def test_a_job_whose_start_nobody_knew_of_when_the_drain_began_has_its_own_limit
         assert site.end(job_id)["last_error"].startswith("timed out: the job ran longer than its limit of 1 s")
 
 
-def test_a_job_that_no_child_has_taken_when_its_own_dies_in_a_drain_goes_back(site: Site) -> None:
+@contextlib.contextmanager
+def drain_with_an_untaken_job(site: Site, *, max_retries: int) -> Iterator[tuple[Daemon, int, str]]:
+    """The drain has begun, and the only child, which is stopped, has not taken its job: daemon, child, job."""
     with site.worker(options=["--procs", "1", "--shutdown-timeout", "25s"]) as worker:
         (child,) = worker.wait_until_running().children()
         os.kill(child, signal.SIGSTOP)
-        job_id = site.add("ok", max_retries=3)
+        job_id = site.add("ok", max_retries=max_retries)
         worker.wait_for_children("busy", 1)
         worker.signal(signal.SIGTERM)
         worker.wait_for_event("phase_changed", phase="draining")
+        yield worker, child, job_id
+
+
+def test_a_job_that_no_child_has_taken_when_its_own_dies_in_a_drain_goes_back(site: Site) -> None:
+    with drain_with_an_untaken_job(site, max_retries=3) as (worker, child, job_id):
         began = time.monotonic()
         os.kill(child, signal.SIGKILL)
         assert worker.wait() == 0
@@ -385,13 +394,7 @@ def test_a_job_that_no_child_has_taken_when_its_own_dies_in_a_drain_goes_back(si
 
 
 def test_a_last_attempt_that_no_child_has_taken_when_its_own_dies_in_a_drain_is_run_by_another(site: Site) -> None:
-    with site.worker(options=["--procs", "1", "--shutdown-timeout", "25s"]) as worker:
-        (child,) = worker.wait_until_running().children()
-        os.kill(child, signal.SIGSTOP)
-        job_id = site.add("ok", max_retries=0)
-        worker.wait_for_children("busy", 1)
-        worker.signal(signal.SIGTERM)
-        worker.wait_for_event("phase_changed", phase="draining")
+    with drain_with_an_untaken_job(site, max_retries=0) as (worker, child, job_id):
         os.kill(child, signal.SIGKILL)
         assert worker.wait() == 0
         assert site.client.job(job_id)["status"] == "completed"

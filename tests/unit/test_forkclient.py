@@ -9,14 +9,16 @@ import fcntl
 import os
 import resource
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import pytest
 
 from spooled_supervisor import forkclient, frames
+from spooled_supervisor.errors import EX_CONFIG, EX_FAILURE, AppError
 from spooled_supervisor.events import Events
-from spooled_supervisor.forkclient import RETIRE_LIMIT_S, ForkServer, ForkServerKeeper
+from spooled_supervisor.forkclient import RETIRE_LIMIT_S, ForkServer, ForkServerGone, ForkServerKeeper, Spawned
 from tests.support.clock import fake_time, run_in_fake_time
 
 
@@ -82,6 +84,48 @@ def test_whether_there_is_something_to_read_is_seen_with_any_descriptor() -> Non
         theirs.close()
         assert forkclient._is_readable(high), "its end, too"
         high.close()
+
+
+PRELOAD = frames.Preload(1, "app", ["q"], False, 0, True, False, "info")
+ENDS = {
+    "kill -KILL $$": ("SIGKILL", "killed by SIGKILL", EX_FAILURE),
+    "kill -SEGV $$": ("SIGSEGV", "killed by SIGSEGV", EX_CONFIG),
+    "echo killed by SIGKILL; exit 137": (None, "exited with status 137", EX_CONFIG),
+}
+
+
+def spawn_shell(command: str) -> Spawned:
+    """In the place of an interpreter."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output_fd, output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    process = subprocess.Popen(["/bin/sh", "-c", command], stdin=theirs.fileno(), stdout=output)
+    theirs.close()
+    os.close(output)
+    return Spawned(process.pid, ours, output_fd, lambda: setattr(process, "returncode", 0))
+
+
+@pytest.mark.parametrize("command", ENDS)
+def test_what_ended_the_import_decides_whether_a_restart_is_worth_it_and_not_its_words(command: str) -> None:
+    number, cause, code = ENDS[command]
+
+    def spawn(_env: Mapping[str, str]) -> Spawned:
+        return spawn_shell(command)
+
+    async def main() -> None:
+        server = ForkServer(1)
+        server.start(PRELOAD, {}, spawn)
+        with pytest.raises(ForkServerGone, match=cause) as gone:
+            await server.preloaded()
+        os.close(server.output_fd)
+        assert gone.value.signal == number
+        keeper = ForkServerKeeper(
+            lambda generation: PRELOAD, {}, boot_timeout_s=60.0, events=Events(), on_ready=lambda: None, spawn=spawn
+        )
+        with pytest.raises(AppError, match=f"{cause} while it was imported") as error:
+            await keeper.start()
+        assert error.value.exit_code == code
+
+    asyncio.run(main())
 
 
 class FakeServer:

@@ -24,6 +24,7 @@ from spooled_supervisor.events import (
     JobCompleted,
     JobFailed,
     JobLeaseLost,
+    LeaseLapsed,
     LeaseRenewed,
     LeftoverExpired,
     LeftoverKept,
@@ -36,7 +37,7 @@ from spooled_supervisor.events import (
 )
 from spooled_supervisor.holding import LOST_GRACE_S, WAIT_FOR_CHILD_S, Holder
 from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succeeded, TimedOut
-from spooled_supervisor.leases import LeaseBook
+from spooled_supervisor.leases import SETTLING_AT_LEAST_S, LeaseBook
 from spooled_supervisor.outbox import Leftover, Outbox
 from spooled_supervisor.poison import PoisonList
 from spooled_supervisor.pool import Pool
@@ -473,6 +474,20 @@ def test_leases_are_renewed_while_their_outcome_is_on_its_way(house: House) -> N
     assert len(house.at("renew")) >= 2
     assert len(house.recorded.of(OutcomeSettled)) == 1
     assert house.holder.given_up == 0
+
+
+def test_an_outcome_that_is_never_taken_does_not_keep_its_job_for_ever(house: House) -> None:
+    house.api.script("complete", DOWN)
+    house.play(600.0, lambda: house.running("a"), (1.0, lambda: house.end(the_run(house), Succeeded(b"1"))))
+    last_renewal_at = house.at("renew")[-1]
+    assert SETTLING_AT_LEAST_S - 15.0 < last_renewal_at <= 1.0 + SETTLING_AT_LEAST_S
+    assert house.recorded.of(LeaseLapsed) == [LeaseLapsed("a", "emails", last_renewal_at + 15.0 - 1.0, 15.0)]
+    assert last_renewal_at + 20.0 < house.at("complete")[-1] < last_renewal_at + 30.0, "it was tried until the end"
+    assert [event.reason for event in house.recorded.of(JobLeaseLost)] == ["it ended before its outcome was taken"]
+    assert len(house.recorded.of(OutcomeDropped)) == 1
+    assert house.holder.given_up == 1
+    assert house.holder.held == 0
+    assert house.outbox.jobs == {}
 
 
 def test_a_rate_limited_renewal_makes_claims_wait_and_is_tried_again_in_time(house: House) -> None:

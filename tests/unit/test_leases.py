@@ -35,7 +35,7 @@ def held(book: LeaseBook, at: float = 0.0, duration_s: float = 40.0, **job: Any)
 
 def told(due: Due) -> dict[str, list[str]]:
     """What is due, by name; only what is not empty."""
-    lists = {"renew": due.renew, "abort": due.abort, "kill": due.kill, "ended": due.ended}
+    lists = {"renew": due.renew, "lapsed": due.lapsed, "abort": due.abort, "kill": due.kill, "ended": due.ended}
     return {name: [lease.job.id for lease in leases] for name, leases in lists.items() if leases}
 
 
@@ -184,7 +184,7 @@ def test_a_renewal_that_overtook_a_later_one_does_not_shorten_the_lease() -> Non
 def test_while_settling_it_is_renewed_to_the_end_and_nobody_is_aborted_or_killed() -> None:
     book = a_book()
     lease = held(book)
-    book.decided(lease)
+    book.decided(lease, 0.0)
     at, tries = 0.0, 0
     while not (what := book.due(at)).ended:
         assert set(told(what)) <= {"renew"}
@@ -199,7 +199,7 @@ def test_while_settling_it_is_renewed_to_the_end_and_nobody_is_aborted_or_killed
 def test_a_renewal_while_settling_keeps_the_lease() -> None:
     book = a_book()
     lease = held(book)
-    book.decided(lease)
+    book.decided(lease, 0.0)
     assert history(book, 20.0) == [(20.0, {"renew": ["job-1"]})]
     book.renewed(lease, 20.0)
     assert history(book, 40.0, 59.9) == [(40.0, {"renew": ["job-1"]})]
@@ -209,13 +209,79 @@ def test_a_renewal_while_settling_keeps_the_lease() -> None:
     assert history(book, 1000.0) == []
 
 
+@pytest.mark.parametrize(
+    ("duration_s", "last_renewal_at", "lapsed_at"),
+    [
+        (10.0, 300.0, 305.0),  # ten durations are no reason yet
+        (30.0, 300.0, 315.0),
+        (40.0, 400.0, 420.0),
+        (3600.0, 36000.0, 37800.0),
+    ],
+)
+def test_a_lease_whose_outcome_is_never_taken_is_renewed_for_a_while_and_then_left_to_its_end(
+    duration_s: float, last_renewal_at: float, lapsed_at: float
+) -> None:
+    book = a_book()
+    lease = held(book, duration_s=duration_s)
+    book.decided(lease, 1.0)
+    told_at: dict[str, list[float]] = {}
+    looks = 0
+    while lease.is_live:
+        at = book.next_due()
+        due = book.due(at)
+        looks += 1
+        for name in told(due):
+            told_at.setdefault(name, []).append(at)
+        if due.renew:
+            book.renewed(lease, at)
+    assert told_at["renew"][-1] == last_renewal_at
+    assert told_at["lapsed"] == [lapsed_at]
+    assert told_at["ended"] == [last_renewal_at + duration_s]
+    assert looks == len(told_at["renew"]) + 2
+    assert lease.has_lapsed
+    assert book.next_due() == INF
+
+
+def test_a_renewal_that_is_under_way_when_the_lease_would_lapse_still_counts() -> None:
+    book = a_book()
+    lease = held(book)
+    book.decided(lease, 0.0)
+    book.renewed(lease, 379.0)
+    assert history(book, 399.0) == [(399.0, {"renew": ["job-1"]})]
+    assert history(book, 401.0) == []
+    book.renewed(lease, 399.0)
+    assert history(book, 418.9, 419.0, 420.0, 438.9, 439.0) == [
+        (419.0, {"lapsed": ["job-1"]}),
+        (439.0, {"ended": ["job-1"]}),
+    ]
+
+
+def test_an_outcome_that_is_taken_after_its_lease_has_lapsed_is_settled() -> None:
+    book = a_book()
+    lease = held(book)
+    book.decided(lease, 0.0)
+    book.renewed(lease, 390.0)
+    assert history(book, 410.0) == [(410.0, {"lapsed": ["job-1"]})]
+    book.settled(lease)
+    assert lease.state is LeaseState.SETTLED
+    assert history(book, 430.0, 1000.0) == []
+
+
+def test_how_long_a_job_runs_is_no_reason_to_leave_its_lease() -> None:
+    book = a_book()
+    lease = held(book)
+    for at in range(20, 10_000, 20):
+        assert history(book, float(at)) == [(float(at), {"renew": ["job-1"]})]
+        book.renewed(lease, float(at))
+
+
 def test_a_lease_that_was_aborted_and_decided_after_all_is_renewed_at_once() -> None:
     book = a_book()
     lease = held(book)
     book.due(20.0)
     book.renewal_failed(lease, 20.0)
     book.due(33.0)
-    book.decided(lease)
+    book.decided(lease, 33.0)
     assert book.next_due() <= 33.0
     assert history(book, 33.0) == [(33.0, {"renew": ["job-1"]})]
 
@@ -294,12 +360,14 @@ def test_a_job_without_a_lease_id_has_a_place_too() -> None:
 def test_a_lease_that_has_left_the_book_cannot_leave_it_again(leave: str) -> None:
     book = a_book()
     lease = held(book)
-    book.decided(lease)
+    book.decided(lease, 0.0)
     getattr(book, leave)(lease)
     assert not lease.is_live
-    for again in (book.settled, book.refused, book.dropped, book.decided):
+    for again in (book.settled, book.refused, book.dropped):
         with pytest.raises(IllegalTransition):
             again(lease)
+    with pytest.raises(IllegalTransition):
+        book.decided(lease, 0.0)
 
 
 def test_what_was_not_decided_cannot_be_settled() -> None:
@@ -373,7 +441,7 @@ steps = st.lists(
     st.tuples(
         st.sampled_from(["hold", "look", "renewed", "failed", "hinted", "decide", "settle", "refuse", "drop"]),
         st.integers(0, 2),
-        st.one_of(st.floats(0.0, 3.0), st.floats(0.0, 60.0)),
+        st.one_of(st.floats(0.0, 3.0), st.floats(0.0, 60.0), st.just(400.0)),
     ),
     max_size=40,
 )
@@ -414,7 +482,13 @@ def test_the_book_is_never_looked_at_too_late_and_tells_everything_once(
                 leases.append(held(book, at, 20.0 + 10.0 * len(leases), id=f"job-{len(leases)}"))
         elif what == "look":
             due = book.due(at)
-            for name, found in (("renew", due.renew), ("abort", due.abort), ("kill", due.kill), ("end", due.ended)):
+            for name, found in (
+                ("renew", due.renew),
+                ("lapsed", due.lapsed),
+                ("abort", due.abort),
+                ("kill", due.kill),
+                ("end", due.ended),
+            ):
                 for one in found:
                     seen.setdefault(id(one), []).append(name)
             assert not any(due_now(one, at) for one in book)
@@ -428,15 +502,16 @@ def test_the_book_is_never_looked_at_too_late_and_tells_everything_once(
             limit = max(lease.abort_at, at + 5.0)
             assert at < book.renewal_failed(lease, at, retry_after_s=wait_s * 10) <= limit
         elif what == "decide" and lease.state is LeaseState.HELD:
-            book.decided(lease)
+            book.decided(lease, at)
         elif what == "settle" and lease.state is LeaseState.SETTLING:
             book.settled(lease)
         elif what in ("refuse", "drop") and is_live:
             (book.refused if what == "refuse" else book.dropped)(lease)
     for names in seen.values():
-        for name in ("abort", "kill", "end"):
+        for name in ("lapsed", "abort", "kill", "end"):
             assert names.count(name) <= 1
         assert "end" not in names[:-1]
+        assert "lapsed" not in names or names[names.index("lapsed") + 1 :] in ([], ["end"])
         rest = names[names.index("abort") :] if "abort" in names else []
         assert [n for n in rest if n in ("abort", "kill", "end")] == [n for n in ("abort", "kill", "end") if n in rest]
     assert {lease.job.key for lease in book} == {lease.job.key for lease in leases if lease.is_live}

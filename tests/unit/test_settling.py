@@ -51,7 +51,7 @@ class Desk:
         """A lease of 30 s whose outcome is known."""
         lease = self.book.hold(make_job(requested_at=self.clock(), **job))
         assert lease is not None
-        self.book.decided(lease)
+        self.book.decided(lease, self.clock())
         return lease
 
     def settle(self, outcome: Outcome, lease: Lease | None = None) -> bool:

@@ -141,7 +141,7 @@ class Desk:
         self.pool.idle += 1
         lease = self.leases.get(key)
         assert lease is not None
-        self.leases.decided(lease)
+        self.leases.decided(lease, self.clock())
         self.streamer.wake()
 
     def settled(self, job_id: str) -> None:

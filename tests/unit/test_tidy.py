@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import logging
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,13 +40,32 @@ def signals() -> Signals:
     return Signals()
 
 
-@pytest.fixture
-def baseline(signals: Signals) -> Iterator[Baseline]:
+@contextlib.contextmanager
+def a_baseline(signals: Signals) -> Iterator[Baseline]:
     made = Baseline(on_signals_lost=signals, kill_leftovers=True)
     made.take(hooks_have_run=True)
     yield made
     for fd in (made._home_fd, *(copy for _, copy in made._std.values())):
         os.close(fd)
+
+
+@pytest.fixture
+def baseline(signals: Signals) -> Iterator[Baseline]:
+    with a_baseline(signals) as made:
+        yield made
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOWrapper, io.TextIOWrapper]]:
+    """Standard output and error as a child has them, which pytest has not; a test asks for them before `baseline`."""
+    with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
+        made = []
+        for name in ("stdout", "stderr"):
+            fd = os.open(os.devnull, os.O_WRONLY)
+            stream = os.fdopen(fd, "w", 1, encoding="utf-8", errors="backslashreplace")
+            made.append(stack.enter_context(stream))
+            patch.setattr(sys, name, stream)
+        yield made[0], made[1]
 
 
 def umask() -> int:
@@ -126,6 +147,41 @@ def test_it_is_put_back(baseline: Baseline, what: str) -> None:
     assert unfit is None
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["stdout", "stderr"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"encoding": "latin-1"},
+        {"encoding": "utf-8"},  # with it the errors become strict
+        {"errors": "ignore"},
+        {"line_buffering": False},
+        {"write_through": True},
+        {"encoding": "utf-16", "errors": "replace", "line_buffering": False, "write_through": True},
+    ],
+    ids=str,
+)
+def test_a_stream_that_was_reconfigured_is_as_it_was(
+    streams: tuple[io.TextIOWrapper, io.TextIOWrapper], baseline: Baseline, which: int, change: dict[str, Any]
+) -> None:
+    def look() -> list[tuple[object, ...]]:
+        return [(s, s.encoding, s.errors, s.line_buffering, s.write_through) for s in streams]
+
+    before = look()
+    streams[which].reconfigure(**change)
+    assert look() != before
+    assert baseline.restore() is None
+    assert look() == before
+    assert before[which][1:] == ("utf-8", "backslashreplace", True, False)
+
+
+def test_a_stream_of_another_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(sys, "stderr", None)
+        with a_baseline(signals) as baseline:
+            assert baseline.restore() is None
+
+
 def test_where_nothing_has_changed_nothing_is_done(baseline: Baseline, signals: Signals) -> None:
     assert baseline.restore() is None
     assert signals.installed == 0
@@ -135,6 +191,54 @@ def test_a_replaced_signal_handler_has_ours_installed_again(baseline: Baseline, 
     signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN)
     assert baseline.restore() is None
     assert signals.installed == 1
+
+
+class EqualToAll:
+    """A signal handler that compares equal to any other."""
+
+    def __call__(self, *_: object) -> None:
+        return
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_a_handler_that_is_equal_to_all_is_replaced_nevertheless(baseline: Baseline, signals: Signals) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, EqualToAll())
+    assert baseline.restore() is None
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signals.installed == 1
+
+
+class Ours(Signals):
+    """Our own handling, a bound method: a new object each time."""
+
+    def __call__(self) -> None:
+        super().__call__()
+        signal.signal(signal.SIGUSR2, self.on_signal)
+
+    def on_signal(self, *_: object) -> None:
+        return
+
+
+def test_what_was_installed_again_is_no_change_after_the_next_job() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    ours = Ours()
+    ours()
+    try:
+        with a_baseline(ours) as baseline:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            for _ in range(3):
+                assert baseline.restore() is None
+                assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+                assert signal.getsignal(signal.SIGUSR2) == ours.on_signal
+            assert ours.installed == 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_removed_directory_is_left(baseline: Baseline, tmp_path: Path) -> None:

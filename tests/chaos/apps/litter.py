@@ -40,6 +40,10 @@ def thing(function: Callable[[], object]) -> Callable[[], object]:
     return function
 
 
+def outputs() -> tuple[Any, Any]:
+    return sys.stdout, sys.stderr
+
+
 @app.handler("litter")
 def litter(ctx: JobContext) -> Any:
     print("littering", ctx.payload["what"])
@@ -68,6 +72,7 @@ def look(ctx: JobContext) -> Any:
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "affinity": sorted(os.sched_getaffinity(0)),
         "streams": [stream is not None and not stream.closed for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "texts": [[s.encoding, s.errors, s.line_buffering, s.write_through] for s in outputs()],
         "std": [os.fstat(0).st_dev, os.fstat(0).st_ino],
         "stdin": os.read(0, 10).decode(),
         "threads": len(os.listdir("/proc/self/task")),
@@ -207,6 +212,13 @@ def streams_none() -> None:
 @thing
 def streams_replaced() -> None:
     sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), io.StringIO()
+
+
+@thing
+def streams_reconfigured() -> None:
+    stdout, stderr = outputs()
+    stdout.reconfigure(encoding="utf-16", errors="strict", line_buffering=False)
+    stderr.reconfigure(encoding="ascii", write_through=True)
 
 
 @thing
