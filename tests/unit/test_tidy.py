@@ -43,7 +43,7 @@ def baseline(signals: Signals) -> Iterator[Baseline]:
     made = Baseline(on_signals_lost=signals, kill_leftovers=True)
     made.take(hooks_have_run=True)
     yield made
-    for fd in (made._home_fd, *(copy for _, copy in made._std.values())):
+    for fd in (made._home_fd, *made._std.values()):
         os.close(fd)
 
 
@@ -75,6 +75,10 @@ def lower_a_soft_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
 
 
+def allow_no_descriptor() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 def lower_locked_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, hard))
@@ -98,6 +102,7 @@ LOOKS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "handler": (lambda: signal.signal(signal.SIGUSR1, print), lambda: signal.getsignal(signal.SIGUSR1)),
     "mask": (block_signals, lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "limit": (lower_a_soft_limit, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "no descriptor": (allow_no_descriptor, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
     "locked memory": (lower_locked_memory, lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)),
     "time zone": (live_in_tokyo, lambda: time.localtime(0).tm_hour),
     "policy": (
@@ -180,7 +185,7 @@ def test_what_cannot_even_be_looked_at_makes_the_child_unfit(
     baseline: Baseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", None)
+        patch.setattr(os, "fchdir", None)
         unfit = baseline.restore()
     assert unfit == "restore_surroundings failed: TypeError"
 
