@@ -81,7 +81,7 @@ class Baseline:
         """For the child, before its first job: what its birth has changed, and code of the app that has run in it."""
         if hooks_have_run:
             self._take_what_is_inherited()
-            if _has_children():  # started by the hooks: they stay
+            if kernel.has_children():  # started by the hooks: they stay
                 self._helpers = [(stat.pid, stat.start) for stat in processes.descendants(os.getpid())]
         self._std = {fd: duplicate_high(fd) for fd in (0, 1, 2)}
         self._handlers = [*map(kernel.getsignal, SIGNALS)]
@@ -215,7 +215,7 @@ class Baseline:
 
     def clear_leftovers(self) -> family.Swept:
         """Reap what the job has left dead; kill what it has left alive, or keep and count it."""
-        if not _has_children():
+        if not kernel.has_children():
             return NOTHING_LEFT
         self._restore_rlimits()  # without a free descriptor nobody would be found
         _reap(time.monotonic())
@@ -227,15 +227,6 @@ class Baseline:
 
 
 NOTHING_LEFT = family.Swept()
-
-
-def _has_children() -> bool:
-    """One system call, where looking through /proc would be hundreds (waitid(2), ECHILD)."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _reap(until: float) -> None:

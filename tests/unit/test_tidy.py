@@ -217,6 +217,6 @@ def test_what_ends_by_itself_while_we_look_is_reaped() -> None:
         "tidy.family.kill_descendants = look",
         "baseline = tidy.Baseline(on_signals_lost=lambda: None, kill_leftovers=True)",
         "baseline.clear_leftovers()",
-        "assert not tidy._has_children()",
+        "assert not tidy.kernel.has_children()",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
