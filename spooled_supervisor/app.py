@@ -6,11 +6,12 @@ gives every job a `JobContext`. Cheap to import on purpose: no msgspec, no async
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from spooled_supervisor.errors import JobAborted, NonRetryableError
@@ -45,6 +46,17 @@ class Handler:
     queue_name: str
     function: Callable[[JobContext], Any]
     on_abort: OnAbort = "signal"
+    is_async: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_async", is_async(self.function))
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a handler is declared as async. A coroutine that any other returns is not awaited: it is no result."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 # an object whose __call__ is async
+    )
 
 
 class App:

@@ -165,8 +165,11 @@ class Claimer:
         """Which queues to ask now, and for how many; each choice counts as made before the next."""
         if not self._may_claim() or self._gate.wait_for_claim(at) > 0:
             return
-        while (free := self._free_places()) > 0:
-            able = [(q, limit) for q in self.queues.values() if (limit := self._limit(q, free, at)) > 0]
+        # Most turns find that all that is due is asked already; to count the places takes longer than to see that.
+        while due := [q for q in self.queues.values() if not q.asked and at >= q.next_at]:
+            if (free := self._free_places()) <= 0:
+                return
+            able = [(q, limit) for q in due if (limit := min(self._wanted(q, free, at), MAX_LIMIT)) > 0]
             if not able:
                 return
             for queue, _ in able:
@@ -174,11 +177,6 @@ class Claimer:
             chosen, limit = max(able, key=lambda pair: pair[0].credit)
             chosen.credit -= sum(queue.config.weight for queue, _ in able)
             yield chosen, limit
-
-    def _limit(self, queue: ClaimedQueue, free: int, at: float) -> int:
-        if queue.asked or at < queue.next_at:
-            return 0
-        return min(self._wanted(queue, free, at), MAX_LIMIT)
 
     def _wanted(self, queue: ClaimedQueue, free: int, at: float) -> int:
         """How many more jobs of this queue there is room for, by its cap and its breaker."""
@@ -195,7 +193,7 @@ class Claimer:
 
     def _next_at(self, at: float) -> float:
         """The next instant at which time alone makes a claim possible; a change of places rings the alarm."""
-        if not self._may_claim() or self._free_places() <= 0:
+        if not self._may_claim():
             return float("inf")
         gate_opens_at = self._gate.claims_blocked_until
         instants = (
@@ -203,7 +201,8 @@ class Claimer:
             for queue in self.queues.values()
             if not queue.asked
         )
-        return min((i for i in instants if i > at), default=float("inf"))
+        when = min((i for i in instants if i > at), default=float("inf"))
+        return when if when == float("inf") or self._free_places() > 0 else float("inf")
 
     async def _claim(self, queue: ClaimedQueue, limit: int) -> None:
         duration = int(self._config.lease_duration_s)

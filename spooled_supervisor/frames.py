@@ -234,10 +234,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode_frame(message: ToChild | FromChild) -> bytes:
     """A message as one frame."""
-    buffer = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, buffer, HEADER_BYTES)
-    buffer[:HEADER_BYTES] = (len(buffer) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")
-    return bytes(buffer)
+    body = _encoder.encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 def encode_packet(message: ToForkServer | FromForkServer) -> bytes:

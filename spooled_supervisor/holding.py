@@ -182,12 +182,13 @@ class Holder:
 
     def _finish(self, lease: Lease, outcome: Outcome, run: Run | None = None) -> None:
         self._leases.decided(lease, now())
+        self._outbox.decide(lease.job, outcome, started_at=lease.started_at)
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
     async def _settle(self, lease: Lease, outcome: Outcome, *, worker_id: str | None = None, tries: int = 0) -> None:
-        """Keep the outcome and report it; `worker_id`: in the name of this earlier life."""
-        await self._outbox.decide(lease.job, outcome, started_at=lease.started_at, worker_id=worker_id)
+        """Keep what was decided and report it; `worker_id`: in the name of this earlier life."""
+        await self._outbox.keep(lease.job)
         api = self._api if worker_id is None else self._api.acting_as(worker_id)
         if not await self._settler.settle(lease, outcome, api, tries=tries):
             self.given_up += 1
@@ -215,6 +216,7 @@ class Holder:
             status = "completed" if isinstance(outcome, Succeeded) else "failed"
             self._events.emit(ev.LeftoverReported(job.id, job.queue_name, status, leftover.outcome is not None))
             self._leases.decided(lease, now())
+            self._outbox.decide(job, outcome, started_at=lease.started_at, worker_id=leftover.worker_id)
             # An outcome may have been sent and taken before the end; the failure of an unfinished job cannot have been.
             tries = 1 if leftover.outcome is not None else 0
             self._spawn(self._settle(lease, outcome, worker_id=leftover.worker_id, tries=tries), "settle")

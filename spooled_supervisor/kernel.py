@@ -52,6 +52,15 @@ def is_child_subreaper() -> bool:
     return bool(value.value)
 
 
+def has_children() -> bool:
+    """Whether this process has any, alive or dead. One system call, where looking through /proc would be hundreds.
+
+    `os.waitid` says so with an exception, which takes twice as long (a warm 0.5 us more, after every job).
+    """
+    # Nobody to be waited for is all that can go wrong here (waitid(2), ECHILD).
+    return bool(_libc.waitid(os.P_ALL, 0, None, os.WEXITED | os.WNOHANG | os.WNOWAIT) == 0)
+
+
 def set_dumpable(on: bool) -> None:
     """Off: same-user processes can read neither this one's memory nor its environment (prctl(2), PR_SET_DUMPABLE)."""
     _prctl(PR_SET_DUMPABLE, int(on))

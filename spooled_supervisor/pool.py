@@ -584,7 +584,7 @@ class Pool:
             if run.ended_at - run.started_at >= LONG_JOB_S:
                 child.ignore()
                 self._ignored.append(child)
-        else:
+        elif self._waiting or self._is_renewed(child):  # else there is nothing to do but what comes with its time
             self.turn()
         if child.run is None:
             self._tell_answered()
@@ -604,6 +604,10 @@ class Pool:
         self._give(child, run, is_output_taken=True)
         self._arm(child.deadline or math.inf)
         return True
+
+    def _is_renewed(self, child: ChildLink) -> bool:
+        slot = self._slot_of(child)
+        return slot is not None and slot.renew_reason is not None
 
     def _tell_answered(self) -> None:
         """Hand on what has been answered. Where the child got its next job at once, this waits for a moment.

@@ -632,7 +632,8 @@ class Supervisor:
         return min(limit for limit in limits if limit is not None)
 
     def _on_pool_change(self) -> None:
-        self._alarm.ring()
+        if self._standing.phase is not Phase.RUNNING:  # while it runs, the walk waits for an order only
+            self._alarm.ring()
         self._claimer.wake()
 
     def _on_fork_server_ready(self) -> None:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from spooled_supervisor.app import AbortSignal, App, JobContext
-from spooled_supervisor.child import is_async
+from spooled_supervisor.app import AbortSignal, App, JobContext, is_async
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.results import NotJson, encode_result

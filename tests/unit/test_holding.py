@@ -59,6 +59,7 @@ class FakeOutbox:
 
     def __init__(self) -> None:
         self.jobs: dict[tuple[str, str | None], Outcome | None] = {}
+        self.decided: dict[tuple[str, str | None], Outcome] = {}  # and is not kept yet
         self.worker_ids: dict[str, str | None] = {}  # of what was decided, by job
         self.renewals: list[float] = []
         self.problem: str | None = None
@@ -71,9 +72,13 @@ class FakeOutbox:
     def renewed(self, job: Job, started_at: float) -> None:
         self.renewals.append(started_at)
 
-    async def decide(self, job: Job, outcome: Outcome, *, started_at: float, worker_id: str | None = None) -> None:
-        self.jobs[job.key] = outcome
+    def decide(self, job: Job, outcome: Outcome, *, started_at: float, worker_id: str | None = None) -> None:
+        self.decided[job.key] = outcome
         self.worker_ids[job.id] = worker_id
+
+    async def keep(self, job: Job) -> None:
+        if job.key in self.decided:
+            self.jobs[job.key] = self.decided.pop(job.key)
 
     def forget(self, job: Job) -> None:
         self.jobs.pop(job.key, None)

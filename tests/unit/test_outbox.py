@@ -52,7 +52,8 @@ def the_outcome(directory: Path) -> Succeeded | Failed | None:
 
 async def decide(box: Outbox, outcome: Outcome, id: str = "job-1") -> None:
     job = make_job(id)
-    await box.decide(job, outcome, started_at=job.requested_at)
+    box.decide(job, outcome, started_at=job.requested_at)
+    await box.keep(job)
 
 
 # --- what a next life finds -----------------------------------------------------------------------------------------
@@ -97,7 +98,57 @@ def test_a_small_outcome_is_on_disk_before_anybody_else_has_had_a_turn(box: Outb
     assert the_outcome(tmp_path) == Succeeded(b"1")
 
 
-def test_a_big_outcome_is_on_disk_when_decide_returns(box: Outbox, tmp_path: Path) -> None:
+def test_what_was_decided_until_now_is_on_disk_with_one_commit(box: Outbox, tmp_path: Path) -> None:
+    jobs = [make_job(id) for id in "abc"]
+    box.hold(jobs)
+    for job in jobs:
+        box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
+    with pytest.raises(StopIteration):
+        box.keep(jobs[0]).send(None)
+    found = next_life(tmp_path)
+    statements: list[str] = []
+    assert box._db is not None
+    box._db.set_trace_callback(statements.append)
+    run(box.keep(jobs[1]))  # there is nothing left to write
+    assert [leftover.outcome for leftover in found] == 3 * [Succeeded(b"1")]
+    assert statements == []
+
+
+def test_a_lease_that_was_renewed_after_its_outcome_was_decided_counts_from_the_renewal(
+    box: Outbox, tmp_path: Path
+) -> None:
+    job = make_job()
+    box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
+    box.renewed(job, job.requested_at + 10.0)
+    run(box.keep(job))
+    (leftover,) = next_life(tmp_path)
+    assert leftover.job.requested_at == job.requested_at + 10.0
+    assert leftover.outcome == Succeeded(b"1")
+
+
+def test_what_is_forgotten_before_it_was_kept_leaves_nothing(tmp_path: Path) -> None:
+    async def main(box: Outbox) -> None:
+        for id, size in (("a", 1), ("b", 2 * BIG_BYTES)):
+            job = make_job(id)
+            box.hold([job])
+            box.decide(job, Succeeded(b"1" * size), started_at=job.requested_at)
+            box.forget(job)
+            await box.keep(job)
+
+    with Outbox(tmp_path, api_url=URL, worker_id="w") as box:
+        run(main(box))
+    assert next_life(tmp_path) == []
+
+
+def test_what_nobody_came_to_keep_is_written_when_the_box_is_closed(tmp_path: Path) -> None:
+    job = make_job()
+    with Outbox(tmp_path, api_url=URL, worker_id="w") as box:
+        box.hold([job])
+        box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
+    assert the_outcome(tmp_path) == Succeeded(b"1")
+
+
+def test_a_big_outcome_is_on_disk_when_keep_returns(box: Outbox, tmp_path: Path) -> None:
     big = b'"' + b"x" * (2 * BIG_BYTES) + b'"'
     run(decide(box, Succeeded(big)))
     assert the_outcome(tmp_path) == Succeeded(big)
@@ -107,7 +158,8 @@ def test_what_another_worker_id_has_left_keeps_that_id_until_it_is_reported(box:
     """The service takes it in that name only, and we may end before it has."""
     job = make_job()
     for worker_id, found in ((None, "w"), ("w-before", "w-before")):
-        run(box.decide(job, Succeeded(b"1"), started_at=job.requested_at, worker_id=worker_id))
+        box.decide(job, Succeeded(b"1"), started_at=job.requested_at, worker_id=worker_id)
+        run(box.keep(job))
         assert [leftover.worker_id for leftover in next_life(tmp_path)] == [found]
 
 
@@ -137,7 +189,8 @@ def test_many_forgotten_jobs_go_at_once(box: Outbox, tmp_path: Path) -> None:
 def test_two_leases_of_one_job_are_two_rows(box: Outbox, tmp_path: Path) -> None:
     async def main() -> None:
         box.hold([make_job("a", "lease-1"), make_job("a", "lease-2")])
-        await box.decide(make_job("a", "lease-2"), Succeeded(b"2"), started_at=0.0)
+        box.decide(make_job("a", "lease-2"), Succeeded(b"2"), started_at=0.0)
+        await box.keep(make_job("a", "lease-2"))
 
     run(main())
     assert {found.job.lease_id: found.outcome for found in next_life(tmp_path)} == {
@@ -373,7 +426,8 @@ def test_the_log_does_not_grow_with_the_jobs_where_they_end_without_pause(
         for n in range(jobs):
             job = make_job(f"job-{n}")
             box.hold([job])
-            await box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
+            box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
+            await box.keep(job)
             box.forget(job)
             box.tick(timing.now())
             await asyncio.sleep(0)

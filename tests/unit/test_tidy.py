@@ -45,7 +45,7 @@ def a_baseline(signals: Signals) -> Iterator[Baseline]:
     made = Baseline(on_signals_lost=signals, kill_leftovers=True)
     made.take(hooks_have_run=True)
     yield made
-    for fd in (made._home_fd, *(copy for _, copy in made._std.values())):
+    for fd in (made._home_fd, *made._std.values()):
         os.close(fd)
 
 
@@ -96,6 +96,10 @@ def lower_a_soft_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
 
 
+def allow_no_descriptor() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 def lower_locked_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, hard))
@@ -119,6 +123,7 @@ LOOKS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "handler": (lambda: signal.signal(signal.SIGUSR1, print), lambda: signal.getsignal(signal.SIGUSR1)),
     "mask": (block_signals, lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "limit": (lower_a_soft_limit, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "no descriptor": (allow_no_descriptor, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
     "locked memory": (lower_locked_memory, lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)),
     "time zone": (live_in_tokyo, lambda: time.localtime(0).tm_hour),
     "policy": (
@@ -284,7 +289,7 @@ def test_what_cannot_even_be_looked_at_makes_the_child_unfit(
     baseline: Baseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", None)
+        patch.setattr(os, "fchdir", None)
         unfit = baseline.restore()
     assert unfit == "restore_surroundings failed: TypeError"
 
@@ -316,6 +321,6 @@ def test_what_ends_by_itself_while_we_look_is_reaped() -> None:
         "tidy.family.kill_descendants = look",
         "baseline = tidy.Baseline(on_signals_lost=lambda: None, kill_leftovers=True)",
         "baseline.clear_leftovers()",
-        "assert not tidy._has_children()",
+        "assert not tidy.kernel.has_children()",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
