@@ -4,19 +4,21 @@ Owns the schema and how the file is opened; does not know what a job may do. One
 awaits nothing between BEGIN and COMMIT, so a transaction is never seen half done and never waits for another. The file
 is locked for as long as it is open; a second server on it is refused. Instants are epoch seconds (REAL).
 
+Without a path it is a temporary database of SQLite's own: a file without a name in TMPDIR or /var/tmp, written only as
+the page cache fills up, and gone with the process however that ends. So most commits write nothing; in a file that is
+kept, each is two writes for every page that it changes.
+
 Invariants of `jobs`: `ready` is 1 for exactly the rows that a claim may take as far as time and parent are concerned;
 `due_at` is set for exactly the rows that only time keeps from that; lease columns are set while `processing` (and stay
 on `completed` rows, which is how a repeated complete is recognised).
-Sources: sqlite.org/wal.html (exclusive locking mode needs no shared memory), sqlite.org/partialindex.html.
+Sources: sqlite.org/wal.html (exclusive locking mode needs no shared memory), sqlite.org/partialindex.html,
+sqlite.org/inmemorydb.html (temporary databases).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,6 +30,9 @@ Values: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 DatabaseFault = sqlite3.Error
 """What any statement may raise; answered as 500 DATABASE_ERROR."""
+
+TEMPORARY = ""
+"""The name by which SQLite makes a temporary database."""
 
 SCHEMA_VERSION = 1
 
@@ -128,7 +133,7 @@ CREATE TABLE revoked_tokens (
 
 
 class Database:
-    """The open file. `path` None makes a private directory for it, which `close` removes.
+    """The open file, a temporary one if `path` is None.
 
     `on_commit` is called after every transaction. Raises ConfigError when the file cannot be used: unwritable, in use,
     no database, or from another version.
@@ -136,8 +141,7 @@ class Database:
 
     def __init__(self, path: str | None, *, on_commit: Callable[[], None] = lambda: None) -> None:
         self._on_commit = on_commit
-        self._private_directory = tempfile.mkdtemp(prefix="spooled-dev-server-") if path is None else None
-        name = path if path is not None else os.path.join(str(self._private_directory), "jobs.sqlite3")
+        name = TEMPORARY if path is None else path
         try:
             # The app may be built in one thread and served in another; it is used by one at a time all the same.
             self._connection = sqlite3.connect(name, isolation_level=None, timeout=0.0, check_same_thread=False)
@@ -188,17 +192,14 @@ class Database:
             return False
 
     def close(self) -> None:
-        """Close the file and remove it if it was private. A second call does nothing."""
+        """A second call does nothing."""
         self._connection.close()
-        if self._private_directory is not None:
-            shutil.rmtree(self._private_directory, ignore_errors=True)
 
     def _prepare(self, name: str) -> None:
         # Before the first access, or WAL would set up shared memory that nobody shares.
         self.execute("PRAGMA locking_mode = EXCLUSIVE")
-        self.execute("PRAGMA journal_mode = WAL")
-        # A private file does not outlive the process, so there is nothing to sync for.
-        self.execute("PRAGMA synchronous = OFF" if self._private_directory else "PRAGMA synchronous = NORMAL")
+        self.execute(f"PRAGMA journal_mode = {'MEMORY' if name == TEMPORARY else 'WAL'}")
+        self.execute("PRAGMA synchronous = NORMAL")
         self.execute("PRAGMA foreign_keys = ON")
         self.execute("PRAGMA temp_store = MEMORY")
         version = self.value("PRAGMA user_version")
@@ -212,5 +213,3 @@ class Database:
     def _abandon(self) -> None:
         with contextlib.suppress(AttributeError):  # connect itself may have failed
             self._connection.close()
-        if self._private_directory is not None:
-            shutil.rmtree(self._private_directory, ignore_errors=True)

@@ -20,6 +20,7 @@ from starlette.types import Message
 from spooled_supervisor.devserver import ServerConfig, validation
 from spooled_supervisor.devserver.config import is_loopback
 from spooled_supervisor.devserver.errors import ApiError
+from spooled_supervisor.devserver.jobs import NewJob
 from spooled_supervisor.errors import ConfigError
 from tests.support.devserver import REPOSITORY, DevServer, command, dev_server, local_server
 
@@ -208,12 +209,25 @@ def test_a_stop_while_a_listener_does_not_read_is_a_clean_end() -> None:
         server.stop()
 
 
-def test_the_temporary_database_is_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_temporary_database_is_on_disk_and_leaves_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with dev_server() as server:
-        server.client.create("q")
-        assert list(tmp_path.glob("spooled-dev-server-*/jobs.sqlite3"))
-    assert not list(tmp_path.glob("spooled-dev-server-*"))
+        job_id, *_ = [server.client.create("q", {"text": "x" * 500_000}) for _ in range(8)]  # more than memory keeps
+        opened = {os.readlink(path) for path in Path(f"/proc/{server.process.pid}/fd").iterdir()}
+        assert any(name.startswith(str(tmp_path)) for name in opened)
+        assert server.client.job(job_id)["payload"] == {"text": "x" * 500_000}
+        server.kill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_refusal_has_begun_is_undone_in_a_temporary_database_too() -> None:
+    with local_server() as server:
+        jobs = [NewJob("q", b"{}"), NewJob("q", b"{}", parent_job_id="none")]
+        with pytest.raises(ApiError, match="parent_job_id"):
+            server.services.jobs.create_all(jobs, server.clock())
+        assert server.ok("GET", "/jobs/stats")["total"] == 0
 
 
 # Keeping
