@@ -43,6 +43,10 @@ WHERE seq = ?
 _COMPLETE = """
 UPDATE jobs SET status = 'completed', completed_at = :now, updated_at = :now WHERE seq = :seq
 """
+_HELD = """
+SELECT seq, id, queue_name, status, retry_count, max_retries, started_at, worker_id, lease_id, lease_expires_at
+FROM jobs WHERE id = ?
+"""
 _FAIL = """
 UPDATE jobs SET status = ?, retry_count = ?, due_at = ?, scheduled_at = ?, last_error = ?, worker_id = NULL,
     lease_id = NULL, lease_expires_at = NULL, updated_at = ?
@@ -144,7 +148,7 @@ class Leases:
             )
 
     def complete(self, job_id: str, holder: Holder, result: bytes | None, now: float) -> Row:
-        """Returns the job as it was while it ran."""
+        """Returns what `_HELD` tells of the job, as it was while it ran."""
         row = self._held(job_id, holder, now)
         with self._db.transaction():
             self._db.execute(_COMPLETE, {"now": now, "seq": row["seq"]})
@@ -182,7 +186,7 @@ class Leases:
         )
 
     def _held(self, job_id: str, holder: Holder, now: float) -> Row:
-        row = self._db.first("SELECT * FROM jobs WHERE id = ?", (job_id,))
+        row = self._db.first(_HELD, (job_id,))
         error = refusal(row, holder, now)
         if error is not None:
             raise error
