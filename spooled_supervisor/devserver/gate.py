@@ -26,7 +26,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Gate:
-    """ASGI middleware; leaves `claims` and `request_id` in the request's state."""
+    """ASGI middleware; leaves `claims` (None without a token) and `request_id` in the request's state."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app

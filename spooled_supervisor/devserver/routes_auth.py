@@ -57,7 +57,7 @@ class AuthRoutes:
         return json_response(self._access())
 
     async def me(self, request: Request) -> Response:
-        claims: Claims = request.state.claims
+        claims: Claims = request.state.claims or self._tokens.claims("access")
         return json_response(
             {
                 "organization_id": claims.org_id,
@@ -84,7 +84,8 @@ class AuthRoutes:
         fields = await read_optional_fields(request, empty_json_allowed=True)
         token = fields.text("refresh_token", high=MAX_TOKEN)
         fields.check()
-        self._tokens.revoke(request.state.claims)
+        if request.state.claims is not None:
+            self._tokens.revoke(request.state.claims)
         if token is not None:
             self._tokens.revoke(self._tokens.read(token, "refresh"))
         return Response(status_code=204)

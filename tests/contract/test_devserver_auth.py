@@ -145,6 +145,13 @@ def test_logging_out_without_a_body_ends_the_access_token_alone(server: LocalSer
     assert server.api("POST", "/auth/refresh", {"refresh_token": tokens["refresh_token"]}, bearer="").is_success
 
 
+def test_logging_out_with_the_key_ends_the_refresh_token_alone(server: LocalServer) -> None:
+    body = {"refresh_token": login(server)["refresh_token"]}
+    assert server.api("POST", "/auth/logout", body).status_code == 204
+    assert server.api("POST", "/auth/refresh", body, bearer="").status_code == 401
+    assert server.api("GET", "/jobs").is_success
+
+
 # Health
 
 
