@@ -158,6 +158,7 @@ class DirectCall(asyncio.BufferedProtocol):
         self._answers = _Headers()
         self._unreturned = 0  # bytes that came, and whose room was not given back yet
         self._is_flush_due = self._is_full = False
+        self._is_short_of_room = False  # in the windows; servers give room back with every message, wanted or not
         self._outgoing = bytearray()
         self._room = self._stream_room = FIRST_WINDOW_BYTES
         self._first_room = FIRST_WINDOW_BYTES
@@ -257,7 +258,11 @@ class DirectCall(asyncio.BufferedProtocol):
         if self._transport is None or self._is_full:
             return
         frames, outgoing = bytearray(), self._outgoing
-        while len(frames) < FLUSH_BYTES and (most := min(self._room, self._stream_room, MAX_FRAME_BYTES)) > 0:
+        while len(frames) < FLUSH_BYTES:
+            most = min(self._room, self._stream_room, MAX_FRAME_BYTES)
+            self._is_short_of_room = most <= 0
+            if self._is_short_of_room:
+                break
             while len(outgoing) < most and not self._is_over and (message := self._owner.next_message()) is not None:
                 outgoing += MESSAGE_HEAD.pack(0, len(message)) + message
             if self._is_over:
@@ -336,7 +341,8 @@ class DirectCall(asyncio.BufferedProtocol):
         else:
             self._stream_room += more
         _must(max(self._room, self._stream_room) <= MAX_WINDOW_BYTES, TOO_MUCH_ROOM, FLOW_CONTROL_ERROR)
-        self.wake()
+        if self._is_short_of_room:
+            self.wake()
 
     def _on_settings(self, payload: bytes) -> None:
         for name, value in struct.iter_unpack(">HL", payload):
