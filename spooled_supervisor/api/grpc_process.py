@@ -16,7 +16,6 @@ The streams are our own (`grpc_wire`), or grpcio's where the environment names a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -182,6 +181,7 @@ class GrpcProcessApi(GrpcApi):
         self._user_agent = user_agent
         self._target = None if is_by_proxy(address) else target_of(address, ca_file)
         self._links: list[ProcessLink] = []
+        self._backlogs: set[str] = set()  # queues whose last claim got all that it wanted
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,26 +214,24 @@ class GrpcProcessApi(GrpcApi):
         return DirectCall(self._target, PROCESS_JOBS, (("user-agent", self._user_agent), *self._metadata()), owner)
 
     async def claim(self, queue_name: str, *, limit: int, lease_duration_s: int, timeout_s: float) -> Claim:
-        """One dequeue, and if that gave a job as many more at once as are wanted: an empty queue costs one request."""
+        """One dequeue, and if that gave a job as many more at once as are wanted: an empty queue costs one request.
+
+        Where the last claim got all that it wanted, all are asked for at once: in a backlog that is one round trip.
+        """
         request = pb.ProcessRequest(dequeue=self.dequeue_request(queue_name, lease_duration_s, 1))
         read = JobReader(queue_name, float(request.dequeue.lease_duration_secs))
         deadline = timing.now() + timeout_s
-        first = await self._dequeued(self._send("claim", request, deadline), read, deadline)
-        if first is None:
-            return Claim()
-        found: list[Job | UnreadableJob | None] = [first]
-        more: list[_Asked] = []
-        try:
-            # What goes wrong with one of these will go wrong again with the next claim, which then says so.
-            with contextlib.suppress(SupervisorError):
-                while 1 + len(more) < min(limit, messages.MAX_CLAIM):
-                    more.append(self._send("claim", request, deadline))
-            for one in more:
-                with contextlib.suppress(SupervisorError):
-                    found.append(await self._dequeued(one, read, deadline))
-        finally:
-            for one in more:
-                one.answered.cancel()
+        wanted = min(max(limit, 1), messages.MAX_CLAIM)
+        at_first = wanted if queue_name in self._backlogs else 1
+        found, failed = await self._dequeue(request, at_first, read, deadline)
+        if not found and failed is not None:
+            self._backlogs.discard(queue_name)
+            raise failed
+        # With jobs in hand an error can wait: what goes wrong now goes wrong again with the next claim, which says so.
+        if found and at_first < wanted:
+            more, _ = await self._dequeue(request, wanted - at_first, read, deadline)
+            found += more
+        (self._backlogs.add if len(found) == wanted else self._backlogs.discard)(queue_name)
         return claim_of(found)
 
     async def complete(self, job: Job, result: bytes, *, tries_before: int, deadline: float) -> Settled:
@@ -252,11 +250,31 @@ class GrpcProcessApi(GrpcApi):
         received = await self._ask("fail", request, deadline)
         return self.read_settled("fail", job, received, tries_before)
 
-    async def _dequeued(self, asked: _Asked, read: JobReader, deadline: float) -> Job | UnreadableJob | None:
-        received = await self._receive(asked, deadline)
-        if received.failure is not None and received.failure.code == NO_JOBS:
-            return None
-        return read(self.read_done("claim", received), received.started_at)
+    async def _dequeue(
+        self, request: pb.ProcessRequest, count: int, read: JobReader, deadline: float
+    ) -> tuple[list[Job | UnreadableJob], SupervisorError | None]:
+        """So many at once: what they gave, and the first error of those that went wrong."""
+        asked: list[_Asked] = []
+        found: list[Job | UnreadableJob] = []
+        failed: SupervisorError | None = None
+        try:
+            try:
+                while len(asked) < count:
+                    asked.append(self._send("claim", request, deadline))
+            except SupervisorError as error:
+                failed = error
+            for one in asked:
+                try:
+                    received = await self._receive(one, deadline)
+                    if received.failure is None or received.failure.code != NO_JOBS:
+                        job = read(self.read_done("claim", received), received.started_at)
+                        found += [] if job is None else [job]
+                except SupervisorError as error:
+                    failed = failed or error
+        finally:
+            for one in asked:
+                one.answered.cancel()
+        return found, failed
 
     async def _ask(self, operation: str, request: pb.ProcessRequest, deadline: float) -> Received:
         return await self._receive(self._send(operation, request, deadline), deadline)

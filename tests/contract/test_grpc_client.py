@@ -610,6 +610,79 @@ def test_a_server_that_ends_its_connections_now_and_then_costs_no_request(queue_
     on_a_stranger({"ProcessJobs": grpc.stream_stream_rpc_method_handler(answer)}, main, GrpcProcessApi, options=ages)
 
 
+class Dealer:
+    """Answers dequeues with the jobs it has, each after `wait` requests have come; then with NO_JOBS."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+        self.waits_for = 1
+        self._came = asyncio.Event()
+
+    async def process(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        pending: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def read() -> None:
+            async for request in requests:
+                self.asked += 1
+                self._came.set()
+                pending.put_nowait(request)
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                await pending.get()
+                while self.asked < self.waits_for:
+                    self._came.clear()
+                    await self._came.wait()
+                answer = self.answers.pop(0) if self.answers else "NO_JOBS"
+                if answer.isupper():
+                    yield pb.ProcessResponse(error=pb.ErrorResponse(code=answer)).SerializeToString()
+                else:
+                    yield pb.ProcessResponse(job=pb.Job(id=answer, lease_id="l")).SerializeToString()
+        finally:
+            reading.cancel()
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        return {"ProcessJobs": grpc.stream_stream_rpc_method_handler(self.process)}
+
+
+def ids(jobs: Sequence[Job]) -> list[str]:
+    return [job.id for job in jobs]
+
+
+def test_an_empty_queue_costs_one_request_and_a_backlog_one_round_trip(queue_name: str) -> None:
+    dealer = Dealer(*"abcdefg")
+
+    async def main(api: GrpcProcessApi) -> None:
+        assert ids(await claimed(api, queue_name, limit=3)) == ["a", "b", "c"]
+        assert dealer.asked == 3
+        dealer.waits_for = 6  # nobody is answered before all have asked
+        assert ids(await claimed(api, queue_name, limit=3)) == ["d", "e", "f"]
+        assert ids(await claimed(api, queue_name, limit=3)) == ["g"]
+        assert dealer.asked == 9
+        for asked in (10, 11):
+            assert await claimed(api, queue_name, limit=3) == ()
+            assert dealer.asked == asked
+
+    on_a_stranger(dealer.methods, main, GrpcProcessApi)
+
+
+def test_jobs_are_not_lost_to_an_error_that_came_with_them(queue_name: str) -> None:
+    dealer = Dealer("a", "b", "RATE_LIMIT_EXCEEDED", "c", "RATE_LIMIT_EXCEEDED", "RATE_LIMIT_EXCEEDED", "d")
+
+    async def main(api: GrpcProcessApi) -> None:
+        assert ids(await claimed(api, queue_name, limit=2)) == ["a", "b"]
+        assert ids(await claimed(api, queue_name, limit=2)) == ["c"]
+        for _ in range(2):
+            with pytest.raises(ApiUnavailable, match="RATE_LIMIT_EXCEEDED"):
+                await claimed(api, queue_name, limit=2)
+        assert ids(await claimed(api, queue_name, limit=2)) == ["d"]
+
+    on_a_stranger(dealer.methods, main, GrpcProcessApi)
+
+
 def test_where_many_requests_wait_another_stream_is_opened(process_kind: type[GrpcProcessApi], queue_name: str) -> None:
     """The server works on the requests of one stream one after the other."""
     streams: list[object] = []
