@@ -4,8 +4,9 @@ The server answers each request of a stream in its turn and says nothing of whic
 what is written is remembered in that order, and a request whose caller has gone keeps its place. A slow reader or
 server holds up a stream, which is why a renewal never goes through one. When a stream breaks, everything that waits on
 it fails, as its requests may have been carried out, and the next request opens another one; when to try again is
-decided above. One on which nothing comes any more is broken by us (STALLED_S), and one that the server is about to end
-gets nothing new. One dequeue gives one job, whatever is asked for.
+decided above. One on which nothing comes any more is broken by us (STALLED_S), so is one with an answer that cannot be
+meant for its request, as from there on nothing tells which is whose; one that the server is about to end gets nothing
+new. One dequeue gives one job, whatever is asked for; a job that comes after its claim's time is in the next claim.
 
 As the server works on the requests of a stream one after the other, another one is opened where many wait: one in each
 WAITING_PER_STREAM, up to MAX_STREAMS. Each stream more costs some CPU, as less is read and written at once.
@@ -57,8 +58,28 @@ MAX_STREAMS = 8
 """If the server takes 4 ms for a request, so many carry a thousand jobs a second."""
 WAITING_PER_STREAM = 4
 
-Answered = asyncio.Future[pb.ProcessResponse | Undecodable]
+Response = pb.ProcessResponse | Undecodable
 _decode = decoder(pb.ProcessResponse)
+EXPECTED = {"claim": "job", "complete": "complete", "fail": "fail"}
+"""Which kind of response answers an operation, if it is no error."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that is on its way, since `started_at` (`timing.now`); `on_late`: for an answer that nobody awaits."""
+
+    operation: str
+    request: pb.ProcessRequest
+    started_at: float
+    link: ProcessLink
+    answered: asyncio.Future[Response]
+    on_late: Callable[[Asked, Response], None] | None
+
+    def fits(self, response: Response) -> bool:
+        """Whether this may be the answer."""
+        if isinstance(response, Undecodable):
+            return True
+        return response.WhichOneof("response") in (EXPECTED[self.operation], "error")
 
 
 class ProcessLink:
@@ -68,8 +89,8 @@ class ProcessLink:
         self._open_call = open_call
         self._explain = explain
         self._call: Call | None = None
-        self._unsent: deque[tuple[pb.ProcessRequest, Answered]] = deque()
-        self._waiting: deque[Answered] = deque()  # in the order of the stream
+        self._unsent: deque[Asked] = deque()
+        self._waiting: deque[Asked] = deque()  # in the order of the stream
         self._heard_at = float("-inf")
         self.is_leaving = False
         """Whether the server will end the stream before long."""
@@ -79,14 +100,21 @@ class ProcessLink:
         """How many requests have no answer yet."""
         return len(self._waiting) + len(self._unsent)
 
-    def ask(self, request: pb.ProcessRequest) -> Answered:
-        """The answer to come, or ApiUnavailable in its place. When that is cancelled the request may be carried out."""
+    def ask(
+        self,
+        operation: str,
+        request: pb.ProcessRequest,
+        started_at: float,
+        on_late: Callable[[Asked, Response], None] | None = None,
+    ) -> Asked:
+        """Its future will have the answer, or ApiUnavailable; when that is cancelled the request may be carried out."""
         if self._call is None:
             self._call = self._open_call(self)
-        answered: Answered = asyncio.get_running_loop().create_future()
-        self._unsent.append((request, answered))
+        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        asked = Asked(operation, request, started_at, self, answered, on_late)
+        self._unsent.append(asked)
         self._call.wake()
-        return answered
+        return asked
 
     def give_up(self, since: float) -> None:
         """A request that was made then had no answer in time: break the stream if there was no other answer, either."""
@@ -106,20 +134,26 @@ class ProcessLink:
 
     def next_message(self) -> bytes | None:
         while self._unsent:
-            request, answered = self._unsent.popleft()
-            if not answered.done():  # else its caller has gone: a job that is not asked for is not lost
-                self._waiting.append(answered)
-                return request.SerializeToString()
+            asked = self._unsent.popleft()
+            if not asked.answered.done():  # else its caller has gone: a job that is not asked for is not lost
+                self._waiting.append(asked)
+                return asked.request.SerializeToString()
         return None
 
     def on_message(self, raw: bytes) -> None:
         if not self._waiting:
             self._break(ApiUnavailable("the server answers what was not asked"))
             return
+        asked, response = self._waiting[0], _decode(raw)
+        if not asked.fits(response):
+            self._break(ApiUnavailable(f"the answer to {asked.operation} is one to something else"))
+            return
+        self._waiting.popleft()
         self._heard_at = timing.now()
-        answered = self._waiting.popleft()
-        if not answered.done():
-            answered.set_result(_decode(raw))
+        if not asked.answered.done():
+            asked.answered.set_result(response)
+        elif asked.on_late is not None:
+            asked.on_late(asked, response)
         if self.is_leaving:
             self._leave_if_idle()
 
@@ -141,10 +175,10 @@ class ProcessLink:
             return
         call.close()
         self.is_leaving = False
-        for answered in (*self._waiting, *(answered for _, answered in self._unsent)):
-            if not answered.done():
-                answered.set_exception(error)
-                answered.exception()  # its caller may be gone: then nobody else looks
+        for asked in (*self._waiting, *self._unsent):
+            if not asked.answered.done():
+                asked.answered.set_exception(error)
+                asked.answered.exception()  # its caller may be gone: then nobody else looks
         self._waiting.clear()
         self._unsent.clear()
 
@@ -156,19 +190,15 @@ def _of_all(error: Exception) -> Exception:
     return ApiUnavailable(str(error)) if is_of_one else error
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A request that is on its way, since `started_at` (`timing.now`)."""
-
-    operation: str
-    started_at: float
-    link: ProcessLink
-    answered: Answered
+def _job_in(response: Response) -> pb.Job | Undecodable | None:
+    if isinstance(response, Undecodable):
+        return next(iter(response.jobs()), None)
+    return response.job if response.HasField("job") else None
 
 
-def _expire(answered: Answered) -> None:
-    if not answered.done():
-        answered.set_exception(TimeoutError())
+def _expire(asked: Asked) -> None:
+    if not asked.answered.done():
+        asked.answered.set_exception(TimeoutError())
 
 
 class GrpcProcessApi(GrpcApi):
@@ -182,6 +212,7 @@ class GrpcProcessApi(GrpcApi):
         self._target = None if is_by_proxy(address) else target_of(address, ca_file)
         self._links: list[ProcessLink] = []
         self._backlogs: set[str] = set()  # queues whose last claim got all that it wanted
+        self._late: dict[str, list[Job | UnreadableJob]] = {}  # by queue: jobs that came after their claim's time
 
     async def __aenter__(self) -> Self:
         return self
@@ -218,10 +249,13 @@ class GrpcProcessApi(GrpcApi):
 
         Where the last claim got all that it wanted, all are asked for at once: in a backlog that is one round trip.
         """
+        wanted = min(max(limit, 1), messages.MAX_CLAIM)
+        if late := self._late.pop(queue_name, []):
+            self._late[queue_name] = late[wanted:]
+            return claim_of(late[:wanted])
         request = pb.ProcessRequest(dequeue=self.dequeue_request(queue_name, lease_duration_s, 1))
         read = JobReader(queue_name, float(request.dequeue.lease_duration_secs))
         deadline = timing.now() + timeout_s
-        wanted = min(max(limit, 1), messages.MAX_CLAIM)
         at_first = wanted if queue_name in self._backlogs else 1
         found, failed = await self._dequeue(request, at_first, read, deadline)
         if not found and failed is not None:
@@ -254,21 +288,31 @@ class GrpcProcessApi(GrpcApi):
         self, request: pb.ProcessRequest, count: int, read: JobReader, deadline: float
     ) -> tuple[list[Job | UnreadableJob], SupervisorError | None]:
         """So many at once: what they gave, and the first error of those that went wrong."""
-        asked: list[_Asked] = []
+        asked: list[Asked] = []
         found: list[Job | UnreadableJob] = []
         failed: SupervisorError | None = None
+
+        def job_of(message: Any, started_at: float) -> list[Job | UnreadableJob]:
+            job = read(message, started_at)
+            return [] if job is None else [job]
+
+        def on_late(one: Asked, response: Response) -> None:
+            message = _job_in(response)
+            if message is not None:
+                late = self._late.setdefault(request.dequeue.queue_name, [])
+                late += job_of(message, one.started_at)
+
         try:
             try:
                 while len(asked) < count:
-                    asked.append(self._send("claim", request, deadline))
+                    asked.append(self._send("claim", request, deadline, on_late))
             except SupervisorError as error:
                 failed = error
             for one in asked:
                 try:
                     received = await self._receive(one, deadline)
                     if received.failure is None or received.failure.code != NO_JOBS:
-                        job = read(self.read_done("claim", received), received.started_at)
-                        found += [] if job is None else [job]
+                        found += job_of(self.read_done("claim", received), received.started_at)
                 except SupervisorError as error:
                     failed = failed or error
         finally:
@@ -279,37 +323,39 @@ class GrpcProcessApi(GrpcApi):
     async def _ask(self, operation: str, request: pb.ProcessRequest, deadline: float) -> Received:
         return await self._receive(self._send(operation, request, deadline), deadline)
 
-    def _send(self, operation: str, request: pb.ProcessRequest, deadline: float) -> _Asked:
+    def _send(
+        self,
+        operation: str,
+        request: pb.ProcessRequest,
+        deadline: float,
+        on_late: Callable[[Asked, Response], None] | None = None,
+    ) -> Asked:
         started_at = timing.now()
         if started_at >= deadline:
             raise ApiUnavailable("no time was left to send the request")
-        link = self._link()
-        return _Asked(operation, started_at, link, link.ask(request))
+        return self._link().ask(operation, request, started_at, on_late)
 
-    async def _receive(self, asked: _Asked, deadline: float) -> Received:
+    async def _receive(self, asked: Asked, deadline: float) -> Received:
         """The answer. When this is cancelled, or the time is over before the request was written, it never is."""
-        operation, started_at, answered = asked.operation, asked.started_at, asked.answered
+        operation, started_at = asked.operation, asked.started_at
         status = "error"
         # A timer alone: asyncio.timeout takes 5 us more, of the 25 that all of a request takes here.
-        timer = asyncio.get_running_loop().call_at(deadline, _expire, answered)
+        timer = asyncio.get_running_loop().call_at(deadline, _expire, asked)
         try:
-            response = await answered
+            response = await asked.answered
             if isinstance(response, Undecodable):
-                if operation != "claim" or not (jobs := response.jobs()):
+                if operation != "claim" or (job := _job_in(response)) is None:
                     raise ApiUnavailable(NO_MESSAGE)
                 status = "200"
-                return Received(jobs[0], None, started_at)
-            kind = response.WhichOneof("response")
-            if kind == "error":
+                return Received(job, None, started_at)
+            if response.HasField("error"):
                 failure = grpc_answers.facts(response.error.code, response.error.message, secret=self._secret)
                 status = "200" if failure.code == NO_JOBS else str(failure.status)
                 if failure.code == UNAUTHENTICATED:
                     asked.link.forget_key()
                 return Received(None, failure, started_at)
-            if kind != _EXPECTED[operation]:
-                raise ApiUnavailable(f"the answer to {operation} is one to something else")
             status = "200"
-            return Received(getattr(response, kind), None, started_at)
+            return Received(getattr(response, EXPECTED[operation]), None, started_at)
         except TimeoutError as error:
             status = "timeout"
             asked.link.give_up(started_at)
@@ -342,6 +388,3 @@ def target_of(address: str, ca_file: Path | None) -> Target:
     assert trust is not None
     trust.set_alpn_protocols(["h2"])
     return Target(host, port, trust, MAX_MESSAGE_BYTES)
-
-
-_EXPECTED = {"claim": "job", "complete": "complete", "fail": "fail"}

@@ -611,7 +611,7 @@ def test_a_server_that_ends_its_connections_now_and_then_costs_no_request(queue_
 
 
 class Dealer:
-    """Answers dequeues with the jobs it has, each after `wait` requests have come; then with NO_JOBS."""
+    """Answers dequeues with the jobs and errors it has, once `waits_for` have come in all; then with NO_JOBS."""
 
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
@@ -679,6 +679,23 @@ def test_jobs_are_not_lost_to_an_error_that_came_with_them(queue_name: str) -> N
             with pytest.raises(ApiUnavailable, match="RATE_LIMIT_EXCEEDED"):
                 await claimed(api, queue_name, limit=2)
         assert ids(await claimed(api, queue_name, limit=2)) == ["d"]
+
+    on_a_stranger(dealer.methods, main, GrpcProcessApi)
+
+
+def test_a_job_that_comes_after_its_claim_is_in_the_next_one(queue_name: str) -> None:
+    """It is leased to us; to forget it would cost it an attempt."""
+    dealer = Dealer(*"abcde")
+
+    async def main(api: GrpcProcessApi) -> None:
+        assert ids(await claimed(api, queue_name, limit=2)) == ["a", "b"]
+        dealer.waits_for = 5
+        with pytest.raises(ApiUnavailable, match="no answer in time"):
+            await api.claim(queue_name, limit=2, lease_duration_s=LEASE_S, timeout_s=0.2)
+        assert ids(await claimed(api, "another")) == ["e"]
+        assert ids(await claimed(api, queue_name, limit=1)) == ["c"]
+        (job,) = await claimed(api, queue_name, limit=1)
+        assert (job.id, job.queue_name, job.lease_duration_s) == ("d", queue_name, LEASE_S)
 
     on_a_stranger(dealer.methods, main, GrpcProcessApi)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spooled_supervisor.api.grpc_process import STALLED_S, ProcessLink
+from spooled_supervisor.api.grpc_process import STALLED_S, Asked, ProcessLink
 from spooled_supervisor.api.grpc_wire import CallEnd, CallOwner
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
 from spooled_supervisor.proto import spooled_pb2 as pb
@@ -54,8 +54,15 @@ def linked(test: Callable[[ProcessLink, list[FakeCall]], Coroutine[Any, Any, Non
     asyncio.run(test(ProcessLink(open_call, explain), calls))
 
 
-def asking(name: str) -> pb.ProcessRequest:
-    return pb.ProcessRequest(dequeue=pb.DequeueRequest(queue_name=name))
+def ask(link: ProcessLink, name: str, *, late: list[str] | None = None) -> asyncio.Future[Any]:
+    """A dequeue of this queue; the ids of jobs that nobody awaits any more go to `late`."""
+    request = pb.ProcessRequest(dequeue=pb.DequeueRequest(queue_name=name))
+
+    def on_late(asked: Asked, response: Any) -> None:
+        if late is not None:
+            late.append(response.job.id)
+
+    return link.ask("claim", request, 0.0, on_late).answered
 
 
 def job_of(answered: asyncio.Future[Any]) -> str:
@@ -64,7 +71,7 @@ def job_of(answered: asyncio.Future[Any]) -> str:
 
 def test_answers_belong_to_requests_in_their_order() -> None:
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        asked = [link.ask(asking(name)) for name in "abc"]
+        asked = [ask(link, name) for name in "abc"]
         (call,) = calls
         assert call.is_woken
         assert call.sent() == ["a", "b", "c"]
@@ -79,7 +86,7 @@ def test_a_request_whose_caller_has_gone_is_not_sent_any_more() -> None:
     """Else a job would be leased to nobody: a connection may take as long as it likes to come about."""
 
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        first, second = link.ask(asking("a")), link.ask(asking("b"))
+        first, second = ask(link, "a"), ask(link, "b")
         first.cancel()
         assert calls[0].sent() == ["b"]
         calls[0].answer("1")
@@ -89,12 +96,35 @@ def test_a_request_whose_caller_has_gone_is_not_sent_any_more() -> None:
 
 
 def test_a_request_that_was_sent_keeps_its_place_when_its_caller_goes() -> None:
+    late: list[str] = []
+
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        first, second = link.ask(asking("a")), link.ask(asking("b"))
+        first, second = ask(link, "a", late=late), ask(link, "b")
         assert calls[0].sent() == ["a", "b"]
         first.cancel()
         calls[0].answer("1", "2")
         assert job_of(second) == "2"
+        assert late == ["1"], "it is leased to us"
+
+    linked(test)
+
+
+@pytest.mark.parametrize(
+    "other", [b"", b"\x4a\x02hi", pb.ProcessResponse(complete=pb.CompleteResponse(success=True)).SerializeToString()]
+)
+def test_an_answer_of_another_kind_breaks_the_stream(other: bytes) -> None:
+    """One that is left out or put in moves all others, and a lost lease would be somebody else's."""
+
+    async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
+        asked = [ask(link, name) for name in "abc"]
+        assert calls[0].sent() == ["a", "b", "c"]
+        calls[0].answer("1")
+        calls[0].owner.on_message(other)
+        assert calls[0].is_closed
+        assert job_of(asked[0]) == "1"
+        for one in asked[1:]:
+            with pytest.raises(ApiUnavailable, match="the answer to claim is one to something else"):
+                one.result()
 
     linked(test)
 
@@ -103,12 +133,12 @@ def test_an_answer_too_many_breaks_the_stream() -> None:
     """From there on nothing tells which answer is whose."""
 
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        asked = link.ask(asking("a"))
+        asked = ask(link, "a")
         assert calls[0].sent() == ["a"]
         calls[0].answer("1", "2")
         assert job_of(asked) == "1"
         assert calls[0].is_closed
-        link.ask(asking("b"))
+        ask(link, "b")
         assert len(calls) == 2
 
     linked(test)
@@ -120,14 +150,14 @@ def test_an_answer_too_many_breaks_the_stream() -> None:
 )
 def test_the_end_of_a_stream_is_told_to_all_who_wait(code: str, kind: type[Exception]) -> None:
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        sent = link.ask(asking("a"))
+        sent = ask(link, "a")
         assert calls[0].sent() == ["a"]
-        unsent = link.ask(asking("b"))
+        unsent = ask(link, "b")
         calls[0].owner.on_end(CallEnd(code, "over"))
         for answered in (sent, unsent):
             assert type(answered.exception()) is kind
         assert link.waiting == 0
-        again = link.ask(asking("c"))
+        again = ask(link, "c")
         assert calls[1].sent() == ["c"]
         calls[1].answer("1")
         assert job_of(again) == "1"
@@ -137,7 +167,7 @@ def test_the_end_of_a_stream_is_told_to_all_who_wait(code: str, kind: type[Excep
 
 def test_a_stream_that_will_end_is_closed_when_its_last_answer_has_come() -> None:
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        asked = [link.ask(asking(name)) for name in "ab"]
+        asked = [ask(link, name) for name in "ab"]
         assert calls[0].sent() == ["a", "b"]
         calls[0].owner.on_leaving()
         assert link.is_leaving
@@ -153,7 +183,7 @@ def test_a_stream_that_will_end_is_closed_when_its_last_answer_has_come() -> Non
 
 def test_a_stream_that_will_end_and_carries_nothing_is_closed_at_once() -> None:
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
-        link.ask(asking("a"))
+        ask(link, "a")
         calls[0].sent()
         calls[0].answer("1")
         calls[0].owner.on_leaving()
@@ -167,7 +197,7 @@ def test_a_stream_is_given_up_only_if_it_was_silent_for_the_whole_time(monkeypat
 
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
         asked_at = clock()
-        asked = [link.ask(asking(name)) for name in "ab"]
+        asked = [ask(link, name) for name in "ab"]
         calls[0].sent()
         clock.advance(STALLED_S - 0.1)
         link.give_up(asked_at)
@@ -188,7 +218,7 @@ def test_a_stream_is_given_up_only_if_it_was_silent_for_the_whole_time(monkeypat
 def test_closing_tells_all_who_wait_and_can_be_repeated() -> None:
     async def test(link: ProcessLink, calls: list[FakeCall]) -> None:
         link.close()
-        asked = link.ask(asking("a"))
+        asked = ask(link, "a")
         link.close()
         link.close()
         assert calls[0].is_closed
