@@ -68,6 +68,11 @@ class ApiRefused(SupervisorError):
         self.message = message
         super().__init__(f"HTTP {status} {code}: {message}" if status else f"gRPC {code}: {message}")
 
+    @property
+    def is_of_the_key(self) -> bool:
+        """Whether what the key or the plan may do is refused, and not what was sent: that may change."""
+        return self.status in (403, 429) or self.code in ("PERMISSION_DENIED", "QUOTA_EXCEEDED")
+
 
 class CredentialsRefused(ApiRefused):
     """401: the API key is unknown or revoked."""

@@ -84,6 +84,7 @@ class Holder:
         self.last_tick_at = now()
         self._usable_at = now()  # when a child last was
         self._outbox_problem: str | None = None  # the last one that was told
+        self._earlier: dict[Key, Service] = {}  # leases of earlier lives, each with a client in its name
         self.given_up = 0  # outcomes that never reached the service
 
     # --- from the claim -------------------------------------------------------------------------------------------
@@ -186,14 +187,18 @@ class Holder:
         self._events.emit(_outcome_event(lease.job, outcome, run))
         self._spawn(self._settle(lease, outcome), "settle")
 
-    async def _settle(self, lease: Lease, outcome: Outcome, *, worker_id: str | None = None, tries: int = 0) -> None:
-        """Keep what was decided and report it; `worker_id`: in the name of this earlier life."""
+    async def _settle(self, lease: Lease, outcome: Outcome, *, tries: int = 0) -> None:
+        """Keep what was decided and report it."""
         await self._outbox.keep(lease.job)
-        api = self._api if worker_id is None else self._api.acting_as(worker_id)
-        if not await self._settler.settle(lease, outcome, api, tries=tries):
+        if not await self._settler.settle(lease, outcome, self._api_of(lease), tries=tries):
             self.given_up += 1
+        self._earlier.pop(lease.job.key, None)
         self._outbox.forget(lease.job)
         self._settled.ring()
+
+    def _api_of(self, lease: Lease) -> Service:
+        """What an earlier life has claimed only that one can renew or report."""
+        return self._earlier.get(lease.job.key, self._api)
 
     # --- from an earlier life ---------------------------------------------------------------------------------------
 
@@ -219,12 +224,14 @@ class Holder:
             self._outbox.decide(job, outcome, started_at=lease.started_at, worker_id=leftover.worker_id)
             # An outcome may have been sent and taken before the end; the failure of an unfinished job cannot have been.
             tries = 1 if leftover.outcome is not None else 0
-            self._spawn(self._settle(lease, outcome, worker_id=leftover.worker_id, tries=tries), "settle")
+            self._earlier[job.key] = self._api.acting_as(leftover.worker_id)
+            self._spawn(self._settle(lease, outcome, tries=tries), "settle")
 
-    def hold_again(self) -> None:
-        """The outbox has got its file back: what is held now is not in it."""
+    def hold_again(self, missed: Sequence[Leftover]) -> None:
+        """The outbox has got its file back: what is held now is not in it, and `missed` was not known at the start."""
         held = [lease for lease in self._leases if lease.state is LeaseState.HELD]
         self._outbox.hold([dataclasses.replace(lease.job, requested_at=lease.started_at) for lease in held])
+        self.restore(missed)
 
     @property
     def held(self) -> int:
@@ -306,7 +313,7 @@ class Holder:
         is_settling = lease.state is LeaseState.SETTLING
         deadline = min(now() + RENEW_TIMEOUT_S, lease.end if is_settling else lease.abort_at)
         try:
-            started_at = await self._api.renew(lease.job, deadline=deadline)
+            started_at = await self._api_of(lease).renew(lease.job, deadline=deadline)
         except LeaseLost as lost:
             self._renewal_refused(lease, lost)
             result = "lost"

@@ -18,6 +18,7 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,9 @@ CREATE TABLE IF NOT EXISTS poison (
 ) WITHOUT ROWID;
 """
 _PUT = f"INSERT OR REPLACE INTO leases VALUES ({', '.join('?' * 15)})"
-_RENEW = "UPDATE leases SET started_at = ?, started_wall = ?, boot_id = ? WHERE job_id = ? AND lease_id = ?"
+_RENEW = "UPDATE leases SET boot_id = ?, started_at = ?, started_wall = ? WHERE job_id = ? AND lease_id = ?"
+START = slice(9, 12)
+"""Where these three are in a row."""
 _FORGET = "DELETE FROM leases WHERE job_id = ? AND lease_id = ?"
 
 Row = tuple[Any, ...]
@@ -86,8 +89,14 @@ class Outbox:
     """One per supervisor, as a context manager; for the loop's thread only. Nothing of it raises for a bad disk."""
 
     def __init__(
-        self, directory: Path, *, api_url: str, worker_id: str, on_reopened: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        *,
+        api_url: str,
+        worker_id: str,
+        on_reopened: Callable[[list[Leftover]], None] = lambda missed: None,
     ) -> None:
+        """`on_reopened` is told what an earlier life has left, if that could not be read at the start."""
         self._path = directory / FILE_NAME
         self._api_url = api_url
         self._worker_id = worker_id
@@ -103,6 +112,9 @@ class Outbox:
         self._reopen_at = 0.0
         self._checkpoint_at = now() + CHECKPOINT_INTERVAL_S
         self._checkpoint: asyncio.Future[None] | None = None
+        # Not the loop's own threads: those may all wait for a name server, and a report waits for these.
+        self._writers = ThreadPoolExecutor(2, thread_name_prefix="outbox")
+        self._has_been_read = False
         self._rows_written = 0
         self._is_broken = False  # the file is no sound database: it is put aside before it is opened again
         self.problem: str | None = None  # why nothing is kept on disk at the moment
@@ -117,6 +129,8 @@ class Outbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._writers.shutdown()
+        self._unwritten.update(self._unwritten_big)
         self._write_decided()
         self._flush_forgotten()
         if self._db is not None:
@@ -129,12 +143,22 @@ class Outbox:
 
     def hold(self, jobs: Sequence[Job]) -> None:
         """These leases are ours now; one commit for a whole claim."""
+        if any(job.lease_id is None and _key(job) in self._forgotten for job in jobs):
+            self._flush_forgotten()  # the same job again, so soon: a delete that comes later would mean this one
         self._write(_PUT, [self._row(job, None, None, True) for job in jobs])
 
     def renewed(self, job: Job, started_at: float) -> None:
         """The lease counts from this instant now."""
-        self._write_decided()  # which has another one
-        self._write(_RENEW, [(started_at, wall() - (now() - started_at), self._boot_id, *_key(job))])
+        key = _key(job)
+        start = (self._boot_id, started_at, wall() - (now() - started_at))
+        if (sent := self._on_their_way.get(key)) is not None:
+            since, size, row = sent
+            row = row[: START.start] + start + row[START.stop :]
+            self._on_their_way[key] = (since, size, row)
+            for unwritten in (self._unwritten, self._unwritten_big):
+                if key in unwritten:
+                    unwritten[key] = row
+        self._write(_RENEW, [(*start, *key)])
 
     def decide(self, job: Job, outcome: Outcome, *, started_at: float, worker_id: str | None = None) -> None:
         """The outcome is known. It must not be reported before `keep` has returned.
@@ -146,6 +170,8 @@ class Outbox:
         retryable = not isinstance(outcome, Failed) or outcome.retryable
         size = len(result or b"") + len(error or "")
         row = self._row(job, result, error, retryable, started_at=started_at, worker_id=worker_id)
+        if (replaced := self._on_their_way.get(_key(job))) is not None:
+            self._bytes -= replaced[1]
         self._on_their_way[_key(job)] = (now(), size, row)
         self._bytes += size
         (self._unwritten if size <= BIG_BYTES else self._unwritten_big)[_key(job)] = row
@@ -161,8 +187,11 @@ class Outbox:
         row = self._unwritten_big.pop(_key(job), None)
         if row is None or self._db is None:  # what is on its way is written when there is a file again
             return
-        if (failed := await asyncio.to_thread(_write_elsewhere, self._path, row)) is not None:
+        loop = asyncio.get_running_loop()
+        if (failed := await loop.run_in_executor(self._writers, _write_elsewhere, self._path, row)) is not None:
             self._degrade(failed)
+        elif (sent := self._on_their_way.get(_key(job))) is not None and sent[2] is not row:  # renewed meanwhile
+            self._write(_RENEW, [(*sent[2][START], *_key(job))])
 
     def forget(self, job: Job) -> None:
         """The service has the outcome, or the lease is over; the row goes a little later, with others."""
@@ -218,21 +247,24 @@ class Outbox:
             if at >= self._reopen_at:
                 self._open()
                 if self._db is not None:
+                    missed = [] if self._has_been_read else self.leftovers()
                     self._flush_forgotten()
                     self._write(_PUT, [row for _, _, row in self._on_their_way.values()])
-                    self._on_reopened()
+                    self._on_reopened(missed)
         elif at >= self._checkpoint_at or self._rows_written > CHECKPOINT_ROWS:
             self._checkpoint_at = at + CHECKPOINT_INTERVAL_S
             self._rows_written = 0
             if self._checkpoint is None or self._checkpoint.done():
                 loop = asyncio.get_running_loop()
-                self._checkpoint = loop.run_in_executor(None, _checkpoint, self._path)
+                self._checkpoint = loop.run_in_executor(self._writers, _checkpoint, self._path)
 
     # --- of earlier lives --------------------------------------------------------------------------------------------
 
     def leftovers(self) -> list[Leftover]:
         """What earlier lives have left, of any address; ask before anything is claimed."""
-        return [self._leftover(row) for row in self._read("SELECT * FROM leases ORDER BY started_wall")]
+        rows = self._read("SELECT * FROM leases ORDER BY started_wall")
+        self._has_been_read = self._db is not None
+        return [self._leftover(row) for row in rows]
 
     def survivors(self) -> list[tuple[int, int]]:
         """Pid and start time (proc_pid_stat(5)) of children of an earlier life, of this boot."""
@@ -286,7 +318,7 @@ class Outbox:
         (job_id, lease_id, queue_name, api_url, worker_id, retry_count, max_retries, timeout_s, duration_s) = row[:9]
         (boot, started_at, started_wall, result, error, retryable) = row[9:]
         if boot != self._boot_id:
-            started_at = now() - (wall() - started_wall)
+            started_at = now() - max(0.0, wall() - started_wall)  # the clock may have been set back
         outcome: Succeeded | Failed | None = None
         if result is not None:
             outcome = Succeeded(result)
@@ -405,7 +437,8 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        db.execute("ROLLBACK")
+        if db.in_transaction:  # a full disk has ended it already
+            db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
 

@@ -1,8 +1,9 @@
 """Bring one decided outcome to the service: tried until it is taken, refused for good, or the lease has ended.
 
 A success that the service refuses (too large, a character its database cannot hold) becomes a failure with the reason,
-as a job must not hang because of what it returned; a failure that is refused is sent once more with plain text. After
-an answer was lost the same report is repeated, never another one: the first may have landed.
+as a job must not hang because of what it returned; a failure that is refused is sent once more with plain text. What is
+refused to the key or the plan says nothing of the outcome: that is tried until the lease ends. After an answer was lost
+the same report is repeated, never another one: the first may have landed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TRY_TIMEOUT_S = 10.0
 RETRY_FIRST_S = 0.2
 RETRY_CAP_S = 5.0
 REFUSED_RETRY_S = 5.0
-"""Between tries while the key is refused: it may be rotated before the lease ends."""
+"""Between tries while the key is refused, or something is refused to it: that may change before the lease ends."""
 
 
 @dataclass(slots=True)
@@ -86,6 +87,8 @@ class Settler:
             self._on_refused(refused)
             return self._trouble(report, str(refused), REFUSED_RETRY_S)
         except (ApiRefused, ProtocolError) as refused:
+            if isinstance(refused, ApiRefused) and refused.is_of_the_key:
+                return self._trouble(report, str(refused), REFUSED_RETRY_S)
             return self._soften(lease, report, refused)
         except ApiUnavailable as unavailable:
             if unavailable.rate_limited:

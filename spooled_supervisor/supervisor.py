@@ -225,7 +225,7 @@ class Supervisor:
             self._state.path,
             api_url=self._config.api.url,
             worker_id=self._standing.worker_id,
-            on_reopened=lambda: self._holder.hold_again(),
+            on_reopened=lambda missed: self._holder.hold_again(missed),
         )
 
     def _kill_survivors(self) -> None:

@@ -7,7 +7,8 @@ address       TLS always, except for the machine itself (PLAINTEXT_HOSTS). The k
 deadline      a total one for each unary call, on our clock; streams have none.
 replay        none by us or by the library: a claim must not be sent twice, and reports are repeated by who sends them.
 zero values   proto3 leaves them out: `retry` of a failure is always said, durations and ids are never zero.
-Struct        a result that is no object, or that doubles cannot hold, cannot be sent: `NotCarried`, nothing was sent.
+Struct        a result that is no object, that doubles cannot hold, or that is too large as a message, cannot be sent:
+              `NotCarried`, nothing was sent.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ from spooled_supervisor.proto.structs import carries, fill, plain
 USER_AGENT = f"spooled-supervisor/{__version__}"
 PLAINTEXT_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_REQUEST_BYTES = (4 << 20) - 1024
+"""What the service takes, with room for the rest of a stream's request; a larger one ends a stream with all on it."""
+STRUCT_GROWTH = 12
+"""A Struct has 11 bytes for a number of one digit and its comma, at the worst."""
 KEEPALIVE_MS = 30_000
 """Only while a call is open: a stream's dead connection is noticed, and an idle one may be cut by whom it pleases."""
 KEEPALIVE_TIMEOUT_MS = 10_000
@@ -258,6 +263,8 @@ class GrpcApi:
             raise NotCarried("gRPC carries only objects with numbers that doubles can hold")
         request = pb.CompleteRequest(job_id=job.id, worker_id=self._worker_id, lease_id=job.lease_id or "")
         fill(request.result, value)
+        if len(result) > MAX_REQUEST_BYTES // STRUCT_GROWTH and request.ByteSize() > MAX_REQUEST_BYTES:
+            raise NotCarried("as a message the result is larger than the service takes")
         return request
 
     def fail_request(self, job: Job, error: str, retryable: bool) -> pb.FailRequest:

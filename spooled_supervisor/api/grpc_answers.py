@@ -61,7 +61,7 @@ def facts(code: str, message: str, *, retry_after: str | None = None, secret: st
         word = "LEASE_EXPIRED"
     elif status == 429 and _TOO_LARGE.search(message):
         status, word = 413, "PAYLOAD_TOO_LARGE"
-    elif status == 429 and wait is None and _QUOTA.search(message):
+    elif code == "RESOURCE_EXHAUSTED" and wait is None and _QUOTA.search(message):
         word = "QUOTA_EXCEEDED"
     already = _ALREADY.search(message) if status == 409 else None
     body = Body.FOREIGN if _BY_PROXY.search(message) else Body.CODED

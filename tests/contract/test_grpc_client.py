@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 
 from spooled_supervisor import timing
-from spooled_supervisor.api.grpc import GrpcApi, JobStream, host_of
+from spooled_supervisor.api.grpc import MAX_REQUEST_BYTES, GrpcApi, JobStream, host_of
 from spooled_supervisor.api.grpc_process import (
     MAX_STREAMS,
     PROXY_VARIABLES,
@@ -900,6 +900,37 @@ def test_a_final_failure_goes_by_rest_when_the_grpc_server_is_another_one(server
     with dev_server(grpc_port=0) as another:
         assert by_both(server, main, by_grpc=False, address=another.grpc_address).will_retry
     assert server.client.job(job_id)["last_error"] == "boom"
+
+
+def test_a_result_that_is_too_large_as_a_message_goes_by_rest(server: DevServer, queue_name: str) -> None:
+    """Over ProcessJobs it would end the stream, with all that others have asked on it."""
+    job_id = server.client.create(queue_name, {})
+    numbers = {"n": [1] * 400_000}  # 0.8 MB as JSON, 4.4 MB as a Struct
+
+    async def main(api: BothApi) -> None:
+        (job,) = await claimed(api, queue_name)
+        with pytest.raises(NotCarried, match="as a message the result is larger than the service takes"):
+            await api.grpc.complete(job, json.dumps(numbers).encode(), tries_before=0, deadline=soon())
+        await api.complete(job, json.dumps(numbers).encode(), tries_before=0, deadline=soon())
+
+    by_both(server, main, by_grpc=True)
+    assert server.client.job(job_id)["result"] == numbers
+
+
+def test_a_result_just_below_what_a_message_holds_goes_by_grpc(
+    server: DevServer, process_kind: type[GrpcProcessApi], queue_name: str
+) -> None:
+    job_id = server.client.create(queue_name, {})
+    numbers = {"n": [1] * 380_000}
+
+    async def main(api: GrpcProcessApi) -> None:
+        (job,) = await claimed(api, queue_name)
+        request = api.complete_request(job, json.dumps(numbers).encode())
+        assert MAX_REQUEST_BYTES - 20_000 < request.ByteSize() <= MAX_REQUEST_BYTES
+        await api.complete(job, json.dumps(numbers).encode(), tries_before=0, deadline=soon())
+
+    run(server, main, process_kind)
+    assert server.client.job(job_id)["result"] == numbers
 
 
 def test_a_result_that_grpc_cannot_carry_goes_by_rest(server: DevServer, queue_name: str) -> None:

@@ -61,6 +61,8 @@ def test_a_rate_limit_carries_its_hint_and_a_quota_has_none() -> None:
     error = error_for(read("claim", limited, replay=False), limited)
     assert isinstance(error, ApiUnavailable)
     assert (error.rate_limited, error.retry_after_s) == (True, 7.0)
+    in_band = facts("RATE_LIMIT_EXCEEDED", "Request limit reached, slow down")  # which never has a hint
+    assert read("complete", in_band, replay=False) is Reading.RATE_LIMITED
     quota = facts("RESOURCE_EXHAUSTED", "daily limit reached")
     assert isinstance(error_for(read("claim", quota, replay=False), quota), ApiRefused)
 

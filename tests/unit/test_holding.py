@@ -661,7 +661,25 @@ def test_an_outbox_that_is_back_is_told_what_is_held(house: House) -> None:
         house.claim("held", "decided")
         house.end(house.start("decided"), Succeeded(b"1"))
         house.outbox.jobs.clear()
-        house.holder.hold_again()
+        house.holder.hold_again([])
 
     house.play(0.0, story)
     assert ("held", "lease-of-held") in house.outbox.jobs
+
+
+def test_what_could_not_be_read_at_the_start_is_reported_when_the_outbox_is_back(house: House) -> None:
+    missed = [leftover(house, "done", Succeeded(b"1"))]
+    house.play(1.0, lambda: house.holder.hold_again(missed))
+    assert house.api.of("complete")[0].args[0].id == "done"
+    assert house.api.acted_as == ["worker-before"]
+
+
+def test_what_an_earlier_life_has_left_is_renewed_in_its_name(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker id may be another one now, and to that the service would say that it holds no such lease."""
+    before = FakeApi(house.clock)
+    monkeypatch.setattr(house.api, "acting_as", lambda worker_id: before)
+    before.script("complete", *[DOWN] * 50)
+    before.script("renew", lambda *_, **__: house.clock())
+    house.play(20.0, lambda: house.holder.restore([leftover(house, "done", Succeeded(b"1"))]))
+    assert len(before.of("renew")) == 1
+    assert house.api.calls == []

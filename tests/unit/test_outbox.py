@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 import stat
+import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,14 +140,6 @@ def test_what_is_forgotten_before_it_was_kept_leaves_nothing(tmp_path: Path) -> 
     with Outbox(tmp_path, api_url=URL, worker_id="w") as box:
         run(main(box))
     assert next_life(tmp_path) == []
-
-
-def test_what_nobody_came_to_keep_is_written_when_the_box_is_closed(tmp_path: Path) -> None:
-    job = make_job()
-    with Outbox(tmp_path, api_url=URL, worker_id="w") as box:
-        box.hold([job])
-        box.decide(job, Succeeded(b"1"), started_at=job.requested_at)
-    assert the_outcome(tmp_path) == Succeeded(b"1")
 
 
 def test_a_big_outcome_is_on_disk_when_keep_returns(box: Outbox, tmp_path: Path) -> None:
@@ -392,8 +385,132 @@ def test_a_full_disk_means_memory_only_until_there_is_room_again(
         assert box.problem is None
         assert len(reopened) == 1
 
-    with open_box(tmp_path, on_reopened=lambda: reopened.append(clock())) as box:
+    with open_box(tmp_path, on_reopened=lambda missed: reopened.append(clock())) as box:
+        box.leftovers()
         run(main(box))
+
+
+def test_what_could_not_be_read_at_the_start_is_told_when_the_file_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: list[bool]
+) -> None:
+    clock = fake_time(monkeypatch, module)
+    with open_box(tmp_path) as before:
+        before.hold([make_job("unfinished")])
+        run(decide(before, Succeeded(b"1"), "done"))
+    told: list[list[tuple[str, Outcome | None]]] = []
+
+    def on_reopened(missed: list[Leftover]) -> None:
+        told.append(sorted(((found.job.id, found.outcome) for found in missed), key=repr))
+
+    full_disk[0] = True
+    with open_box(tmp_path, on_reopened=on_reopened) as box:
+        assert box.leftovers() == []
+        run(decide(box, Succeeded(b"2"), "new"))
+        for is_full in (False, True, False):
+            full_disk[0] = is_full
+            clock.advance(module.REOPEN_INTERVAL_S)
+            box.tick(clock())
+            if is_full:
+                box.hold([make_job("another")])  # it is lost again
+    assert told == [[("done", Succeeded(b"1")), ("unfinished", None)], []]
+
+
+def test_a_full_disk_is_named_even_where_sqlite_has_ended_the_transaction_itself(
+    box: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does when a statement, and not the commit, finds no room."""
+
+    class Connection:
+        in_transaction = False
+
+        def execute(self, sql: str) -> None:
+            if sql == "ROLLBACK":
+                raise sqlite3.OperationalError("cannot rollback - no transaction is active")
+
+        def executemany(self, sql: str, rows: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        def close(self) -> None:
+            pass
+
+    assert box._db is not None
+    box._db.close()
+    monkeypatch.setattr(box, "_db", Connection())
+    box.hold([make_job("a"), make_job("b")])
+    assert box.problem is not None
+    assert "database or disk is full" in box.problem
+
+
+def test_a_big_outcome_does_not_wait_for_the_loops_own_threads(box: Outbox, tmp_path: Path) -> None:
+    """They look up names, all of them for as long as a name server is out of reach."""
+    answered = threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        lookups = [loop.run_in_executor(None, answered.wait) for _ in range(100)]
+        try:
+            await asyncio.wait_for(decide(box, Succeeded(b"1" * 2 * BIG_BYTES)), 10.0)
+        finally:
+            answered.set()
+            await asyncio.gather(*lookups)
+
+    run(main())
+    assert the_outcome(tmp_path) == Succeeded(b"1" * 2 * BIG_BYTES)
+
+
+@pytest.mark.parametrize("size", [1, 2 * BIG_BYTES], ids=["small", "big"])
+def test_what_nobody_came_to_keep_is_written_when_the_box_is_closed(tmp_path: Path, size: int) -> None:
+    job = make_job()
+    with open_box(tmp_path) as box:
+        box.hold([job])
+        box.decide(job, Succeeded(b"1" * size), started_at=job.requested_at)
+    assert the_outcome(tmp_path) == Succeeded(b"1" * size)
+
+
+def test_a_job_that_comes_again_without_a_lease_id_is_not_deleted_with_its_last_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = fake_time(monkeypatch, module)
+    job = make_job(lease_id=None)
+
+    async def main(box: Outbox) -> None:
+        for result in (b"1", b"22"):
+            box.hold([job])
+            box.decide(job, Succeeded(result), started_at=job.requested_at)
+            await box.keep(job)
+            if result == b"1":
+                box.forget(job)
+        await asyncio.sleep(2 * module.FORGET_DELAY_S)
+        assert the_outcome(tmp_path) == Succeeded(b"22")
+        box.decide(job, Succeeded(b"333"), started_at=job.requested_at)
+        box.forget(job)
+        assert box._bytes == 0
+
+    with open_box(tmp_path) as box:
+        run_in_fake_time(clock, main(box))
+
+
+@pytest.mark.parametrize("size", [1, 2 * BIG_BYTES], ids=["small", "big"])
+def test_a_renewal_counts_for_an_outcome_that_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: list[bool], size: int
+) -> None:
+    clock = fake_time(monkeypatch, module)
+    job = make_job(requested_at=clock())
+
+    async def main(box: Outbox) -> None:
+        box.hold([job])
+        full_disk[0] = True
+        box.decide(job, Succeeded(b"1" * size), started_at=job.requested_at)
+        await box.keep(job)
+        box.renewed(job, clock.advance(7.0))
+        full_disk[0] = False
+        clock.advance(module.REOPEN_INTERVAL_S)
+        box.tick(clock())
+
+    with open_box(tmp_path) as box:
+        run(main(box))
+        (found,) = next_life(tmp_path)
+    assert found.job.requested_at == job.requested_at + 7.0
 
 
 def test_a_directory_that_vanishes_is_a_problem_and_no_exception(
@@ -494,7 +611,8 @@ def test_the_log_is_moved_into_the_database_now_and_then(tmp_path: Path, monkeyp
     async def main(box: Outbox) -> None:
         clock.advance(module.CHECKPOINT_INTERVAL_S)
         box.tick(clock())
-        await asyncio.get_running_loop().shutdown_default_executor()
+        assert box._checkpoint is not None
+        await box._checkpoint
 
     with open_box(tmp_path) as box:
         box.hold([make_job(str(n)) for n in range(1000)])

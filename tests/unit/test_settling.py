@@ -117,6 +117,30 @@ def test_a_report_that_had_landed_already_is_settled(desk: Desk) -> None:
 # --- tried again ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("outcome", [RESULT, Failed("ValueError: x")], ids=["success", "failure"])
+@pytest.mark.parametrize(
+    "refused",
+    [
+        ApiRefused(403, "ACCESS_DENIED", "not with this key"),
+        ApiRefused(429, "QUOTA_EXCEEDED", "daily limit reached"),
+        ApiRefused(0, "PERMISSION_DENIED", "not with this key"),
+        ApiRefused(0, "QUOTA_EXCEEDED", "daily limit reached"),
+    ],
+    ids=str,
+)
+def test_what_the_key_may_not_do_is_no_word_about_the_outcome(
+    desk: Desk, outcome: Outcome, refused: ApiRefused
+) -> None:
+    """The right to report may come back before the lease ends; a result that is replaced by a failure never does."""
+    operation = "complete" if outcome is RESULT else "fail"
+    desk.api.script(operation, refused, refused, TAKEN)
+    assert desk.settle(outcome)
+    first, second, third = desk.api.calls
+    assert first.args == second.args == third.args
+    assert third.at - second.at == second.at - first.at == REFUSED_RETRY_S
+    assert desk.recorded.of(OutcomeDropped) == []
+
+
 def test_the_same_report_is_repeated_until_it_is_taken_and_says_that_it_is_a_repetition(desk: Desk) -> None:
     desk.api.script("complete", DOWN, DOWN, DOWN, TAKEN)
     assert desk.settle(RESULT)
