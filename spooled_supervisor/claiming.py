@@ -217,11 +217,12 @@ class Claimer:
             queue.is_put_off_by_guess = False
             self._troubles.worked(operation)
             queue.backoff.reset()
-            self._events.emit(ClaimAnswered(queue.name, limit, len(claim.jobs) + len(claim.unreadable)))
+            asked = limit if claim.asked is None else claim.asked
+            self._events.emit(ClaimAnswered(queue.name, asked, len(claim.jobs) + len(claim.unreadable)))
             queue.asked = 0  # before the jobs are given out: they take the places now
             taken = self._on_claim(claim, limit)
             # Full is an answer whose jobs all run: a service that gives us what we cannot use is not asked in a loop.
-            queue.next_at = now() + (0.0 if taken >= limit else self._pause(queue, taken))
+            queue.next_at = now() + (0.0 if taken >= asked else self._pause(queue, taken))
             if queue.hint_at is not None:
                 queue.next_at = min(queue.next_at, queue.hint_at)
         finally:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -112,8 +113,10 @@ class Outbox:
         self._reopen_at = 0.0
         self._checkpoint_at = now() + CHECKPOINT_INTERVAL_S
         self._checkpoint: asyncio.Future[None] | None = None
-        # Not the loop's own threads: those may all wait for a name server, and a report waits for these.
-        self._writers = ThreadPoolExecutor(2, thread_name_prefix="outbox")
+        # Not the loop's own threads: those may all wait for a name server, and a report waits for this one. It is one,
+        # and there is a turn to write: SQLite's own lock is got by who asks most, and the others would give up.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._turn = threading.Lock()
         self._has_been_read = False
         self._rows_written = 0
         self._is_broken = False  # the file is no sound database: it is put aside before it is opened again
@@ -129,7 +132,7 @@ class Outbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._writers.shutdown()
+        self._writer.shutdown()
         self._unwritten.update(self._unwritten_big)
         self._write_decided()
         self._flush_forgotten()
@@ -188,7 +191,8 @@ class Outbox:
         if row is None or self._db is None:  # what is on its way is written when there is a file again
             return
         loop = asyncio.get_running_loop()
-        if (failed := await loop.run_in_executor(self._writers, _write_elsewhere, self._path, row)) is not None:
+        failed = await loop.run_in_executor(self._writer, _write_elsewhere, self._path, row, self._turn)
+        if failed is not None:
             self._degrade(failed)
         elif (sent := self._on_their_way.get(_key(job))) is not None and sent[2] is not row:  # renewed meanwhile
             self._write(_RENEW, [(*sent[2][START], *_key(job))])
@@ -256,7 +260,7 @@ class Outbox:
             self._rows_written = 0
             if self._checkpoint is None or self._checkpoint.done():
                 loop = asyncio.get_running_loop()
-                self._checkpoint = loop.run_in_executor(self._writers, _checkpoint, self._path)
+                self._checkpoint = loop.run_in_executor(None, _checkpoint, self._path)
 
     # --- of earlier lives --------------------------------------------------------------------------------------------
 
@@ -378,11 +382,12 @@ class Outbox:
             return
         self._rows_written += len(rows)
         try:
-            if len(rows) == 1:
-                self._db.execute(sql, rows[0])  # a transaction by itself
-            else:
-                with _transaction(self._db):
-                    self._db.executemany(sql, rows)
+            with self._turn:
+                if len(rows) == 1:
+                    self._db.execute(sql, rows[0])  # a transaction by itself
+                else:
+                    with _transaction(self._db):
+                        self._db.executemany(sql, rows)
         except sqlite3.Error as error:
             self._degrade(error)
 
@@ -448,10 +453,10 @@ def _means_broken(error: sqlite3.Error | OSError) -> bool:
     return type(error) is sqlite3.DatabaseError
 
 
-def _write_elsewhere(path: Path, row: Row) -> sqlite3.Error | OSError | None:
+def _write_elsewhere(path: Path, row: Row, turn: threading.Lock) -> sqlite3.Error | OSError | None:
     """In a thread: keep a big outcome; what went wrong, if anything did."""
     try:
-        with contextlib.closing(_connect(path)) as db:
+        with contextlib.closing(_connect(path)) as db, turn:
             db.execute(_PUT, row)
     except (sqlite3.Error, OSError) as error:
         return error

@@ -52,6 +52,9 @@ KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 RECONNECT_FIRST_MS, RECONNECT_CAP_MS = 250, 5_000
 """The library's own back-off; ours comes on top, so its one must stay the smaller."""
+CONNECT_MS = 10_000
+"""What an attempt to connect may take, TLS and the first SETTINGS included: several round trips. The option's name says
+something else, and without it that would be 20 s (grpc: doc/connection-backoff.md, MIN_CONNECT_TIMEOUT)."""
 STREAM_WINDOW_BYTES = 64 * 1024
 """What a server may push ahead of our reading: an older one would lease us as many jobs as fit in."""
 NO_MESSAGE = "the answer is no message of its type"
@@ -63,7 +66,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.initial_reconnect_backoff_ms", RECONNECT_FIRST_MS),
-    ("grpc.min_reconnect_backoff_ms", RECONNECT_FIRST_MS),
+    ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
     ("grpc.max_reconnect_backoff_ms", RECONNECT_CAP_MS),
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
@@ -450,11 +453,11 @@ class JobReader:
         )
 
 
-def claim_of(found: Iterable[Job | UnreadableJob | None]) -> Claim:
+def claim_of(found: Iterable[Job | UnreadableJob | None], *, asked: int | None = None) -> Claim:
     """Each job once."""
     known = {(one.job if isinstance(one, UnreadableJob) else one).id: one for one in found if one is not None}
     jobs = tuple(one for one in known.values() if isinstance(one, Job))
-    return Claim(jobs, tuple(one for one in known.values() if isinstance(one, UnreadableJob)))
+    return Claim(jobs, tuple(one for one in known.values() if isinstance(one, UnreadableJob)), asked)
 
 
 def _jobs_of(answer: pb.DequeueResponse | Undecodable) -> Iterable[pb.Job | Undecodable]:

@@ -211,7 +211,7 @@ class GrpcProcessApi(GrpcApi):
         self._user_agent = user_agent
         self._target = None if is_by_proxy(address) else target_of(address, ca_file)
         self._links: list[ProcessLink] = []
-        self._backlogs: set[str] = set()  # queues whose last claim got all that it wanted
+        self._in_a_row: dict[str, int] = {}  # by queue: jobs that came without a NO_JOBS between them
         self._late: dict[str, list[Job | UnreadableJob]] = {}  # by queue: jobs that came after their claim's time
 
     async def __aenter__(self) -> Self:
@@ -245,28 +245,25 @@ class GrpcProcessApi(GrpcApi):
         return DirectCall(self._target, PROCESS_JOBS, (("user-agent", self._user_agent), *self._metadata()), owner)
 
     async def claim(self, queue_name: str, *, limit: int, lease_duration_s: int, timeout_s: float) -> Claim:
-        """One dequeue, and if that gave a job as many more at once as are wanted: an empty queue costs one request.
+        """At first one dequeue, and after it as many at once as have given jobs in a row, up to what is wanted.
 
-        Where the last claim got all that it wanted, all are asked for at once: in a backlog that is one round trip.
+        So an empty queue costs one request, a job alone two, and a backlog soon one round trip for each claim. A job is
+        handed over before the next one is asked for.
         """
         wanted = min(max(limit, 1), messages.MAX_CLAIM)
         if late := self._late.pop(queue_name, []):
             self._late[queue_name] = late[wanted:]
-            return claim_of(late[:wanted])
+            return claim_of(late[:wanted], asked=len(late[:wanted]))
         request = pb.ProcessRequest(dequeue=self.dequeue_request(queue_name, lease_duration_s, 1))
         read = JobReader(queue_name, float(request.dequeue.lease_duration_secs))
-        deadline = timing.now() + timeout_s
-        at_first = wanted if queue_name in self._backlogs else 1
-        found, failed = await self._dequeue(request, at_first, read, deadline)
+        in_a_row = self._in_a_row.pop(queue_name, 0)
+        count = min(wanted, max(1, in_a_row))
+        found, failed = await self._dequeue(request, count, read, timing.now() + timeout_s)
         if not found and failed is not None:
-            self._backlogs.discard(queue_name)
-            raise failed
-        # With jobs in hand an error can wait: what goes wrong now goes wrong again with the next claim, which says so.
-        if found and at_first < wanted:
-            more, _ = await self._dequeue(request, wanted - at_first, read, deadline)
-            found += more
-        (self._backlogs.add if len(found) == wanted else self._backlogs.discard)(queue_name)
-        return claim_of(found)
+            raise failed  # with jobs in hand it can wait: the next claim meets the same and says so
+        if len(found) == count:
+            self._in_a_row[queue_name] = min(in_a_row + count, messages.MAX_CLAIM)
+        return claim_of(found, asked=count)
 
     async def complete(self, job: Job, result: bytes, *, tries_before: int, deadline: float) -> Settled:
         """As `GrpcApi.complete`; a repetition is a unary call, as only a status tells that the first one had landed."""

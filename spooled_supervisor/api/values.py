@@ -40,10 +40,14 @@ class UnreadableJob:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """All jobs that are ours now, which may be more than were asked for."""
+    """All jobs that are ours now, which may be more than were asked for.
+
+    `asked`: how many were asked for, where that is less than what was wanted; if so many came there may be more.
+    """
 
     jobs: tuple[Job, ...] = ()
     unreadable: tuple[UnreadableJob, ...] = ()
+    asked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -441,6 +441,25 @@ def test_a_full_disk_is_named_even_where_sqlite_has_ended_the_transaction_itself
     assert "database or disk is full" in box.problem
 
 
+def test_many_big_outcomes_at_once_are_all_kept_while_small_things_are_written(tmp_path: Path) -> None:
+    """SQLite gives a lock to who asks most: whoever got none in time took the file for broken."""
+    jobs = [make_job(f"job-{n}") for n in range(100)]
+
+    async def main(box: Outbox) -> None:
+        box.hold(jobs)
+        for job in jobs:
+            box.decide(job, Succeeded(b"1" * 10 * BIG_BYTES), started_at=job.requested_at)
+        keeping = [asyncio.ensure_future(box.keep(job)) for job in jobs]
+        while not all(task.done() for task in keeping):
+            box.child_born(1, 1)
+            await asyncio.sleep(0)
+        assert box.problem is None
+
+    with open_box(tmp_path) as box:
+        run(main(box))
+        assert [type(found.outcome) for found in next_life(tmp_path)] == [Succeeded] * len(jobs)
+
+
 def test_a_big_outcome_does_not_wait_for_the_loops_own_threads(box: Outbox, tmp_path: Path) -> None:
     """They look up names, all of them for as long as a name server is out of reach."""
     answered = threading.Event()
