@@ -9,6 +9,7 @@ the same report is repeated, never another one: the first may have landed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ from spooled_supervisor.timing import Backoff, now
 from spooled_supervisor.troubles import Troubles
 
 TRY_TIMEOUT_S = 10.0
+LARGE_BYTES = 64 * 1024
+LARGE_AT_ONCE = 4
+SLOWEST_BYTES_PER_S = 32_000
+"""A large result has more time, and few are sent at once: on a slow line all of them together would reach nobody."""
 RETRY_FIRST_S = 0.2
 RETRY_CAP_S = 5.0
 REFUSED_RETRY_S = 5.0
@@ -60,6 +65,7 @@ class Settler:
         self._troubles = troubles
         self._gate = gate
         self._on_refused = on_refused
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def settle(self, lease: Lease, outcome: Outcome, api: Service, *, tries: int = 0) -> bool:
         """Report the outcome of this lease through `api`; False if it could not be brought to the service.
@@ -106,11 +112,13 @@ class Settler:
     async def _send(self, api: Service, lease: Lease, report: _Report) -> bool:
         """One request; whether an earlier one had landed already."""
         tries, report.tries = report.tries, report.tries + 1
-        deadline = min(now() + TRY_TIMEOUT_S, lease.end)
         match report.outcome:
             case Succeeded(result=result):
-                settled = await api.complete(lease.job, result, tries_before=tries, deadline=deadline)
+                async with self._large if len(result) > LARGE_BYTES else contextlib.nullcontext():
+                    deadline = min(now() + TRY_TIMEOUT_S + len(result) / SLOWEST_BYTES_PER_S, lease.end)
+                    settled = await api.complete(lease.job, result, tries_before=tries, deadline=deadline)
             case outcome:
+                deadline = min(now() + TRY_TIMEOUT_S, lease.end)
                 retryable = not isinstance(outcome, Failed) or outcome.retryable
                 settled = await api.fail(
                     lease.job, error_text(outcome), retryable=retryable, tries_before=tries, deadline=deadline

@@ -18,7 +18,14 @@ from spooled_supervisor.events import Events, JobLeaseLost, OutcomeDropped, Outc
 from spooled_supervisor.job import Crashed, Failed, Outcome, Released, Succeeded, TimedOut
 from spooled_supervisor.leases import Lease, LeaseBook
 from spooled_supervisor.lifecycle import LeaseState
-from spooled_supervisor.settling import REFUSED_RETRY_S, RETRY_CAP_S, TRY_TIMEOUT_S, Settler
+from spooled_supervisor.settling import (
+    LARGE_AT_ONCE,
+    LARGE_BYTES,
+    REFUSED_RETRY_S,
+    RETRY_CAP_S,
+    TRY_TIMEOUT_S,
+    Settler,
+)
 from spooled_supervisor.troubles import Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
 from tests.support.fakes import FakeApi, Recorded, make_job
@@ -75,7 +82,7 @@ def test_a_success_is_completed_once_and_its_lease_is_settled(desk: Desk) -> Non
     assert desk.settle(RESULT)
     (call,) = desk.api.calls
     assert call.args == (desk.lease.job, b'{"n":1}')
-    assert call.kwargs == {"tries_before": 0, "deadline": call.at + TRY_TIMEOUT_S}
+    assert call.kwargs == {"tries_before": 0, "deadline": pytest.approx(call.at + TRY_TIMEOUT_S, abs=0.001)}
     assert desk.lease.state is LeaseState.SETTLED
     assert len(desk.book) == 0
     assert desk.recorded.all == [OutcomeSettled("job-1", "emails", "completed", False, 1)]
@@ -106,6 +113,29 @@ def test_no_try_lasts_longer_than_the_lease(desk: Desk) -> None:
     lease = desk.decided(lease_duration_s=4.0)
     assert desk.settle(RESULT, lease)
     assert desk.api.calls[0].kwargs["deadline"] == lease.end
+
+
+def test_large_results_have_more_time_and_go_a_few_at_once(desk: Desk) -> None:
+    """All together they would share a slow line until each has had its time, and begin again."""
+    large, small = Succeeded(b"1" * 320_000), Succeeded(b"1" * LARGE_BYTES)
+    desk.api.script("complete", TAKEN)
+    desk.api.latency_s = 3.0
+    begun = desk.clock()
+
+    async def main() -> None:
+        await asyncio.gather(
+            *(
+                desk.settler.settle(desk.decided(id=f"job-{n}"), outcome, cast(RestApi, desk.api))
+                for n, outcome in enumerate([large] * (LARGE_AT_ONCE + 1) + [small])
+            )
+        )
+
+    run_in_fake_time(desk.clock, main())
+    begins = {call.args[0].id: call.at - begun for call in desk.api.calls}
+    assert begins == {**{f"job-{n}": 0.0 for n in (0, 1, 2, 3, 5)}, "job-4": 3.0}
+    deadlines = {call.args[0].id: call.kwargs["deadline"] - call.at for call in desk.api.calls}
+    assert deadlines["job-0"] == pytest.approx(TRY_TIMEOUT_S + 10.0)
+    assert deadlines["job-5"] == pytest.approx(TRY_TIMEOUT_S + 2.048)
 
 
 def test_a_report_that_had_landed_already_is_settled(desk: Desk) -> None:
