@@ -162,7 +162,7 @@ class Registration:
                 timeout_s=TIMEOUT_S,
             )
         except (ApiUnavailable, ApiRefused) as error:
-            return min(self._failed("heartbeat", error), self._interval_s)
+            return self._failed("heartbeat", error, self._interval_s)
         self._worked("heartbeat")
         return self._take(answer, vitals)
 
@@ -184,9 +184,10 @@ class Registration:
         low, high = INTERVAL_BOUNDS_S
         self._interval_s = min(high, max(low, interval_s))
 
-    def _failed(self, operation: str, error: ApiUnavailable | ApiRefused) -> float:
+    def _failed(self, operation: str, error: ApiUnavailable | ApiRefused, cap_s: float = RETRY_CAP_S) -> float:
+        """Seconds until the next try, which is what is told."""
         hint = error.retry_after_s if isinstance(error, ApiUnavailable) else None
-        delay = max(self._backoffs[operation].next_delay(), min(hint or 0.0, RETRY_CAP_S))
+        delay = min(max(self._backoffs[operation].next_delay(), hint or 0.0), cap_s)
         self._troubles.failed(operation, str(error), delay)
         if isinstance(error, CredentialsRefused):
             self._on_refused(error)

@@ -15,7 +15,7 @@ from spooled_supervisor.api.values import HeartbeatAnswer
 from spooled_supervisor.api.values import Registration as Registered
 from spooled_supervisor.config import WorkerConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
+from spooled_supervisor.events import ApiTroubled, Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
 from spooled_supervisor.registration import INTERVAL_S, RETRY_CAP_S, SILENT_S, Registration, Vitals
 from spooled_supervisor.troubles import Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
@@ -224,6 +224,13 @@ def test_heartbeats_that_fail_are_tried_again_within_the_interval(worker: Worker
     assert worker.registration.is_registered
     assert worker.registration.last_beat_at is None
     assert worker.troubles.reasons == ["heartbeat: connection refused"]
+
+
+def test_a_heartbeat_that_fails_tells_when_it_is_tried_again(worker: Worker) -> None:
+    worker.api.script("heartbeat", ApiUnavailable("503", retry_after_s=50.0))
+    worker.run(15.0)
+    assert [event.retry_in_s for event in worker.recorded.of(ApiTroubled)] == [INTERVAL_S]
+    assert gaps(worker.at("heartbeat")) == pytest.approx([INTERVAL_S])
 
 
 @pytest.mark.parametrize("interval_s", [10.0, 60.0])
