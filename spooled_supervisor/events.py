@@ -491,7 +491,7 @@ class ClaimAnswered(Event, frozen=True):
 
 
 class LeaseRenewed(Event, frozen=True):
-    """One renewal. `result`: ok, lost, unavailable; `late_s` after it was due."""
+    """One renewal, `late_s` after it was due. `result`: ok, lost (before its job had an outcome), unavailable."""
 
     level: ClassVar[int] = 0
     job_id: str

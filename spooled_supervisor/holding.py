@@ -316,7 +316,8 @@ class Holder:
             started_at = await self._api_of(lease).renew(lease.job, deadline=deadline)
         except LeaseLost as lost:
             self._renewal_refused(lease, lost)
-            result = "lost"
+            # Where it has crossed the outcome, that was taken as a rule: the report's answer tells if anything is lost.
+            result = "lost" if lease.settling_since == float("inf") else None
         except (ApiUnavailable, ApiRefused) as error:
             self._renewal_failed(lease, error)
             result = "unavailable"
@@ -324,7 +325,8 @@ class Holder:
             self._leases.renewed(lease, started_at)
             self._outbox.renewed(lease.job, started_at)
             result = "ok"
-        self._events.emit(ev.LeaseRenewed(lease.job.id, result, round(late_s, 4)))
+        if result is not None:
+            self._events.emit(ev.LeaseRenewed(lease.job.id, result, round(late_s, 4)))
         if self._leases.next_due() < self._alarm.when:
             self._alarm.ring()
 

@@ -3,26 +3,38 @@
 It never stops the work: a service that has no place for another worker (429, plan quota), knows us no more (404) or
 does not answer is asked again for ever, slowly, while jobs are claimed all the same (claims need no registration).
 Heartbeats go on during a drain, as the service takes the jobs of silent workers away.
+
+Who only waits because the service did not answer waits no longer when another operation works again: claims are tried
+more often, so they find out first. Else a worker is listed a minute after an outage, and on a link that comes and goes
+every heartbeat may fall into a gap, until the service takes its jobs away. The event stream is no such sign, as it may
+work while nothing else is answered. The back-off is not reset, only cut short, and by a link that flaps once in
+WOKEN_GAP_S at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spooled_supervisor.api.events import OPERATION as STREAM_OPERATION
 from spooled_supervisor.api.service import Service
 from spooled_supervisor.api.values import HeartbeatAnswer
 from spooled_supervisor.config import WorkerConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
+from spooled_supervisor.events import ApiRecovered, Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
 from spooled_supervisor.timing import Alarm, Backoff, jittered, now
 from spooled_supervisor.troubles import Troubles
 
 TIMEOUT_S = 5.0
 RETRY_FIRST_S = 1.0
 RETRY_CAP_S = 60.0
+WOKEN_SPREAD_S = 0.5
+"""A fleet sees the end of an outage at once and does not come at once; the good times of a bad link may be short."""
+WOKEN_GAP_S = 5.0
+"""Between two tries of this kind: half the usual interval, as what works again and again may be all but us."""
 INTERVAL_S = 10.0
 INTERVAL_BOUNDS_S = (1.0, 60.0)
 """What the service may ask for: above it, it would take us for dead (two minutes of silence)."""
@@ -75,8 +87,14 @@ class Registration:
         self._is_leaving = False
         self._is_outdated = False  # our row says what we were before
         self._register_at = 0.0  # an outdated row is not told anew before
+        self._next_at = float("inf")  # when there is something to do
+        self._tried_at = 0.0
+        self._woken_at = float("-inf")  # the last try, or the next, because something else works again
+        self._answers_since = float("-inf")  # when another operation worked again
+        self._unanswered: set[str] = set()  # what is put off by our own back-off: the service has not said for how long
         self.is_registered = False
         self.last_beat_at: float | None = None
+        events.subscribe(self._on_recovered, ApiRecovered)
 
     @property
     def silent_for_s(self) -> float | None:
@@ -94,21 +112,35 @@ class Registration:
         self._queue_names = queue_names or self._queue_names
         self._max_concurrency = max_concurrency or self._max_concurrency
         self._is_outdated, self._register_at = True, 0.0
-        self._alarm.ring()
+        self._wake(0.0)
 
     def beat_now(self) -> None:
         """Tell the service at once (the status has changed)."""
         if self.is_registered:
-            self._alarm.ring()
+            self._wake(0.0)
 
     async def run(self) -> None:
         """Register, then beat every interval, for ever."""
-        await self._alarm.wait_until(now() + jittered(0.05, 1.0))  # a fleet that starts together does not ask together
+        self._wake(now() + jittered(0.05, 1.0))  # a fleet that starts together does not ask together
+        await self._wait()
         while not self._is_leaving:
             async with self._turn:
-                must_register = not self.is_registered or (self._is_outdated and now() >= self._register_at)
+                self._next_at = float("inf")
+                self._tried_at = now()
+                must_register = not self.is_registered or (self._is_outdated and self._tried_at >= self._register_at)
+                self._unanswered.discard("register" if must_register else "heartbeat")
                 delay = await (self._register() if must_register else self._beat())
-            await self._alarm.wait_until(now() + delay)
+                self._next_at = min(self._next_at, now() + delay)  # what has come meanwhile may be sooner
+            await self._wait()
+
+    def _wake(self, at: float) -> None:
+        """There is something to do at this instant, if not before."""
+        self._next_at = min(self._next_at, at)
+        self._alarm.ring()
+
+    async def _wait(self) -> None:
+        while now() < self._next_at:  # which may change meanwhile
+            await self._alarm.wait_until(self._next_at)
 
     async def deregister(self, timeout_s: float) -> bool:
         """Leave the list; whether that worked (or there was nothing to leave). Never raises."""
@@ -162,7 +194,7 @@ class Registration:
                 timeout_s=TIMEOUT_S,
             )
         except (ApiUnavailable, ApiRefused) as error:
-            return min(self._failed("heartbeat", error), self._interval_s)
+            return self._failed("heartbeat", error, self._interval_s)
         self._worked("heartbeat")
         return self._take(answer, vitals)
 
@@ -184,9 +216,32 @@ class Registration:
         low, high = INTERVAL_BOUNDS_S
         self._interval_s = min(high, max(low, interval_s))
 
-    def _failed(self, operation: str, error: ApiUnavailable | ApiRefused) -> float:
+    def _on_recovered(self, recovered: ApiRecovered) -> None:
+        """The service answers again, if it is not the event stream alone."""
+        if recovered.operation == STREAM_OPERATION:
+            return
+        if recovered.operation not in self._backoffs:
+            self._answers_since = now()
+        if waiting := self._unanswered - {recovered.operation}:
+            at = self._soon()
+            if "register" in waiting:
+                self._register_at = min(self._register_at, at)
+            self._wake(at)
+
+    def _soon(self) -> float:
+        """When what was not answered is tried again, now that something else was."""
+        if self._woken_at <= now():
+            self._woken_at = max(now() + random.uniform(0.0, WOKEN_SPREAD_S), self._woken_at + WOKEN_GAP_S)
+        return self._woken_at
+
+    def _failed(self, operation: str, error: ApiUnavailable | ApiRefused, cap_s: float = RETRY_CAP_S) -> float:
+        """Seconds until the next try, which is what is told."""
         hint = error.retry_after_s if isinstance(error, ApiUnavailable) else None
-        delay = max(self._backoffs[operation].next_delay(), min(hint or 0.0, RETRY_CAP_S))
+        delay = min(max(self._backoffs[operation].next_delay(), hint or 0.0), cap_s)
+        if isinstance(error, ApiUnavailable) and not hint and not error.rate_limited:
+            self._unanswered.add(operation)
+            if self._answers_since >= self._tried_at:  # it was on its way when the service began to answer
+                delay = min(delay, self._soon() - now())
         self._troubles.failed(operation, str(error), delay)
         if isinstance(error, CredentialsRefused):
             self._on_refused(error)

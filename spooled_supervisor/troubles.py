@@ -1,15 +1,23 @@
 """Which operations of the service fail at the moment: said once when it begins, once when it ends, and in `reasons`.
 
-An outage of an hour is two lines in the log, not thousands. No I/O.
+An outage of an hour is two lines in the log, not thousands. Its reason may be put in several ways by turns (by our own
+wire and by a library, say), or never twice in the same. So each reason is told once in a row of failures, and a further
+one RETOLD_S after the last at the earliest. What the reason is now, `reasons` says. No I/O.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from spooled_supervisor.events import ApiRecovered, ApiTroubled, Events
 from spooled_supervisor.timing import now
 
 PERSISTENT_FAILURES = 3
 """From so many failures in a row on, an operation's trouble is worth a reason in `/health`."""
+RETOLD_S = 60.0
+"""From one line about an operation to the next one for another reason at least. A reason that lasts is told then."""
+TOLD_KEPT = 16
+"""So many of a row's reasons are remembered as told."""
 FRESH_S = 60.0
 """How long after its last failure an operation is in trouble; longer (twice the delay) where the next try is far."""
 
@@ -21,20 +29,28 @@ class Troubles:
         self._events = events
         self._failures: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
+        self._told: dict[str, deque[str]] = {}
+        self._told_at: dict[str, float] = {}
         self._fresh_until: dict[str, float] = {}
         self._optional: set[str] = set()
 
     def failed(self, operation: str, reason: str, retry_in_s: float | None, *, is_optional: bool = False) -> None:
-        """One more failure; the first of a row, and one for another reason, is told.
+        """One more failure; the first of a row is told, and now and then one for a reason that was not told yet.
 
         What is optional is told as well, but we are not the worse for it: it never gets into `reasons`.
         """
         if is_optional:
             self._optional.add(operation)
         self._failures[operation] = self._failures.get(operation, 0) + 1
-        self._fresh_until[operation] = now() + max(FRESH_S, 2 * (retry_in_s or 0.0))
-        if self._reasons.get(operation) != reason:
-            self._reasons[operation] = reason
+        self._reasons[operation] = reason
+        at = now()
+        self._fresh_until[operation] = at + max(FRESH_S, 2 * (retry_in_s or 0.0))
+        told = self._told.setdefault(operation, deque(maxlen=TOLD_KEPT))
+        # What is not tried again is told now or never.
+        may_be_told = not told or retry_in_s is None or at - self._told_at[operation] >= RETOLD_S
+        if may_be_told and reason not in told:
+            told.append(reason)
+            self._told_at[operation] = at
             rounded = None if retry_in_s is None else round(retry_in_s, 3)
             self._events.emit(ApiTroubled(operation, reason, rounded))
 
@@ -49,6 +65,8 @@ class Troubles:
         """It will not be tried any more; whether it would work, nobody knows."""
         self._failures.pop(operation, None)
         self._reasons.pop(operation, None)
+        self._told.pop(operation, None)
+        self._told_at.pop(operation, None)
         self._fresh_until.pop(operation, None)
         self._optional.discard(operation)
 

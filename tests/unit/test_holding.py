@@ -451,6 +451,7 @@ def test_a_refused_renewal_loses_the_lease_at_once_with_a_short_grace(house: Hou
     house.play(20.0, lambda: house.running("a"), (16.5, lambda: house.end(the_run(house), Crashed("x"))))
     assert house.told("abort") == [("abort", "a", "lease_lost", LOST_GRACE_S)]
     assert house.recorded.of(JobLeaseLost) == [JobLeaseLost("a", "emails", "HTTP 404 NOT_FOUND")]
+    assert house.recorded.of(LeaseRenewed) == [LeaseRenewed("a", "lost", 0.0)]
     assert len(house.at("renew")) == 1
     assert house.api.of("fail") == []
     assert house.holder.held == 0
@@ -471,6 +472,17 @@ def test_while_the_outcome_is_on_its_way_a_refused_renewal_decides_nothing(house
     assert house.recorded.of(JobLeaseLost) == []
     assert len(house.recorded.of(OutcomeSettled)) == 1
     assert house.told("abort") == []
+    assert house.recorded.of(LeaseRenewed) == [], "nothing was lost"
+
+
+def test_a_renewal_that_crosses_its_jobs_completion_is_not_counted_as_lost(house: House) -> None:
+    """Renewed at 15 s; the outcome is taken while that is under way, and the service knows the lease no more."""
+    house.api.latency_s = 1.0
+    house.api.script("renew", GONE)
+    house.play(20.0, lambda: house.running("a"), (14.5, lambda: house.end(the_run(house), Succeeded(b"1"))))
+    assert len(house.at("renew")) == len(house.recorded.of(OutcomeSettled)) == 1
+    assert house.recorded.of(LeaseRenewed) == []
+    assert house.recorded.of(JobLeaseLost) == []
 
 
 def test_leases_are_renewed_while_their_outcome_is_on_its_way(house: House) -> None:

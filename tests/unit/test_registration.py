@@ -15,8 +15,23 @@ from spooled_supervisor.api.values import HeartbeatAnswer
 from spooled_supervisor.api.values import Registration as Registered
 from spooled_supervisor.config import WorkerConfig
 from spooled_supervisor.errors import ApiRefused, ApiUnavailable, CredentialsRefused
-from spooled_supervisor.events import Events, HeartbeatSent, WorkerDeregistered, WorkerRegistered
-from spooled_supervisor.registration import INTERVAL_S, RETRY_CAP_S, SILENT_S, Registration, Vitals
+from spooled_supervisor.events import (
+    ApiRecovered,
+    ApiTroubled,
+    Events,
+    HeartbeatSent,
+    WorkerDeregistered,
+    WorkerRegistered,
+)
+from spooled_supervisor.registration import (
+    INTERVAL_S,
+    RETRY_CAP_S,
+    SILENT_S,
+    WOKEN_GAP_S,
+    WOKEN_SPREAD_S,
+    Registration,
+    Vitals,
+)
 from spooled_supervisor.troubles import Troubles
 from tests.support.clock import FakeClock, fake_time, run_in_fake_time
 from tests.support.fakes import FakeApi, Recorded
@@ -39,7 +54,7 @@ class Worker:
         self.vitals = Vitals("healthy", 2, 50.0, 25.0, {"host_cpu": 70.0})
         self.commands: list[str] = []
         self.refusals: list[CredentialsRefused] = []
-        events = Events()
+        events = self.events = Events()
         self.recorded = Recorded(events)
         self.troubles = Troubles(events)
         self.registration = Registration(
@@ -67,6 +82,22 @@ class Worker:
 
         self.begun = self.clock()
         run_in_fake_time(self.clock, main())
+
+    def recovers(self, operation: str = "claim emails") -> None:
+        """Something else works again."""
+        self.events.emit(ApiRecovered(operation, 9))
+
+    def answers(
+        self, operation: str, is_good: Callable[[float], bool], answer: object, error: Exception = DOWN
+    ) -> None:
+        """The service gives this answer at the good times, in seconds from the begin, else this error."""
+
+        def by_time(**_: object) -> object:
+            if is_good(self.clock() - self.begun):
+                return answer
+            raise error
+
+        self.api.script(operation, by_time)
 
     def at(self, operation: str) -> list[float]:
         return [call.at - self.begun for call in self.api.of(operation)]
@@ -226,6 +257,13 @@ def test_heartbeats_that_fail_are_tried_again_within_the_interval(worker: Worker
     assert worker.troubles.reasons == ["heartbeat: connection refused"]
 
 
+def test_a_heartbeat_that_fails_tells_when_it_is_tried_again(worker: Worker) -> None:
+    worker.api.script("heartbeat", ApiUnavailable("503", retry_after_s=50.0))
+    worker.run(15.0)
+    assert [event.retry_in_s for event in worker.recorded.of(ApiTroubled)] == [INTERVAL_S]
+    assert gaps(worker.at("heartbeat")) == pytest.approx([INTERVAL_S])
+
+
 @pytest.mark.parametrize("interval_s", [10.0, 60.0])
 def test_a_worker_that_beats_as_it_was_told_is_never_silent(worker: Worker, interval_s: float) -> None:
     worker.api.script("register", Registered("worker-1", interval_s))
@@ -268,6 +306,90 @@ def test_commands_are_handed_on_as_they_came(worker: Worker, answer: HeartbeatAn
     worker.api.script("heartbeat", answer, KNOWN)
     worker.run(0.9)
     assert worker.commands == commands
+
+
+# --- when the service answers again -----------------------------------------------------------------------------------
+
+
+def test_when_the_service_answers_again_no_registration_waits_out_its_back_off(worker: Worker) -> None:
+    worker.answers("register", lambda at: at >= 170.0, Registered("worker-1", 10.0))
+    worker.run(180.0, (170.0, worker.recovers))
+    assert worker.registration.is_registered
+    assert 170.0 <= worker.at("register")[-1] <= 170.0 + WOKEN_SPREAD_S + 1e-6
+
+
+def test_a_fleet_that_sees_the_end_of_an_outage_does_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = set()
+    for _ in range(10):
+        with monkeypatch.context() as patch:
+            worker = Worker(fake_time(patch, registration))
+            worker.answers("register", lambda at: at >= 170.0, Registered("worker-1", 10.0))
+            worker.run(180.0, (170.0, worker.recovers))
+            last.add(round(worker.at("register")[-1], 6))
+    assert len(last) > 5
+
+
+def test_on_a_link_that_comes_and_goes_heartbeats_use_the_good_times(worker: Worker) -> None:
+    """One second in twenty, and claims find it."""
+    worker.answers("heartbeat", lambda at: at % 20.0 < 1.0, KNOWN)
+    worker.run(601.0, *[(20.0 * n, worker.recovers) for n in range(1, 31)])
+    accepted = {at // 20.0 for at in worker.at("heartbeat") if at % 20.0 < 1.0}
+    assert accepted == set(range(31))
+    assert worker.registration.silent_for_s is None
+
+
+def test_a_try_that_was_on_its_way_when_the_service_began_to_answer_is_not_the_last_for_long(worker: Worker) -> None:
+    worker.api.latency_s = 5.0
+    worker.api.script("register", DOWN)
+    worker.run(300.0)  # the back-off is long by now
+    worker.api.calls.clear()
+    worker.api.script("register", DOWN, Registered("worker-1", 10.0))
+    worker.run(8.0, (2.0, worker.recovers))
+    first, second = worker.at("register")
+    assert 5.0 <= second - first <= 5.0 + WOKEN_SPREAD_S + 1e-6
+
+
+@pytest.mark.parametrize("operation", ["register", "heartbeat"])
+def test_what_works_again_and_again_does_not_make_us_ask_in_a_loop(worker: Worker, operation: str) -> None:
+    worker.api.script(operation, DOWN)
+    worker.run(600.0, *[(0.1 * n, lambda: worker.recovers("settle")) for n in range(6000)])
+    usual = 20 if operation == "register" else 70  # with the cap, and a few at the begin
+    assert len(worker.at(operation)) <= 600.0 / WOKEN_GAP_S + usual
+
+
+@pytest.mark.parametrize(
+    ("error", "recovered"),
+    [
+        (DOWN, "events"),
+        (FULL, "claim emails"),
+        (KEY_REVOKED, "claim emails"),
+        (ApiUnavailable("503", retry_after_s=60.0), "claim emails"),
+        (ApiUnavailable("429", rate_limited=True), "claim emails"),
+    ],
+    ids=["the event stream alone", "no place", "no key", "put off by the service", "rate limited"],
+)
+def test_who_waits_for_something_else_is_not_woken(worker: Worker, error: Exception, recovered: str) -> None:
+    worker.api.script("register", error)
+    worker.run(400.0, *[(float(at), lambda: worker.recovers(recovered)) for at in range(100, 400)])
+    assert min(gaps([at for at in worker.at("register") if at > 100.0])) >= RETRY_CAP_S / 2 - 1e-6
+
+
+def test_a_heartbeat_that_works_again_is_followed_by_the_next_one_in_time(worker: Worker) -> None:
+    worker.api.latency_s = 0.2
+    worker.api.script("heartbeat", DOWN, DOWN, DOWN, KNOWN)
+    worker.run(60.0, *[(0.1 * n, worker.recovers) for n in range(600)])
+    assert min(gaps(worker.at("heartbeat"))[3:]) >= 0.95 * INTERVAL_S
+
+
+def test_a_change_is_told_soon_after_an_outage(worker: Worker) -> None:
+    def goes_away_and_changes() -> None:
+        worker.answers("register", lambda at: at >= 300.0, Registered("worker-1", 10.0))
+        worker.answers("heartbeat", lambda at: at >= 300.0, KNOWN)
+        worker.registration.describe(max_concurrency=9)
+
+    worker.run(310.0, (5.0, goes_away_and_changes), (300.0, worker.recovers))
+    assert 300.0 <= worker.at("register")[-1] <= 300.0 + WOKEN_SPREAD_S + 1e-6
+    assert worker.api.of("register")[-1].kwargs["max_concurrency"] == 9
 
 
 # --- a change ---------------------------------------------------------------------------------------------------------
