@@ -294,7 +294,7 @@ class _Life:
         self._unsettled = 0
         self._spent: NoCopyLeft | None = None
         self._supervisor: Supervisor | None = None
-        self.broken_by: BaseException | None = None  # what came out of the loop itself; the lives are cancelled then
+        self.broken_by: BaseException | None = None  # it comes from no life; all of them are cancelled then
         self.events = Events()
         self.teller = Teller(self.events, worker._callbacks)
         handler = _handler_of(worker)
@@ -495,23 +495,34 @@ def _serve(lives: Sequence[_Life], helpers: _Helpers | None = None) -> None:
 
 
 def _turn(lives: Sequence[_Life], helpers: _Helpers) -> None:
-    """What comes out of the loop need not come from a life: a signal handler of the program's may raise anywhere."""
+    """Not all that ends it comes from a life: a signal handler of the program's may raise at any moment."""
     loop = timing.new_event_loop()
     loop.set_default_executor(helpers)
-    try:
-        with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
-            main = loop.create_task(_run_all(lives))
-            try:
-                loop.run_until_complete(main)
-            except BaseException as error:
-                for life in lives:
-                    life.broken_by = error
-                _unwind(loop, main)
-                raise
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-        helpers.end()
+    main = loop.create_task(_run_all(lives))
+
+    def break_off(error: BaseException) -> None:
+        for life in lives:
+            life.broken_by = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(main.cancel)
+
+    with hosting.handing_over(break_off) as raised:
+        try:
+            with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
+                try:
+                    loop.run_until_complete(main)
+                except BaseException as error:
+                    for life in lives:
+                        life.broken_by = life.broken_by or error
+                    _unwind(loop, main)
+                    if not raised:
+                        raise
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+            helpers.end()
+    if raised:
+        raise raised[0]
 
 
 @contextlib.contextmanager
