@@ -165,6 +165,16 @@ def handing_over(on_first: Callable[[BaseException], None]) -> Iterator[list[Bas
                 signal.signal(number, handlers[number])
 
 
+def unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
+    """Cancel this task, which sees its children dead, and then what is left (as asyncio.Runner does)."""
+    tasks: set[asyncio.Task[Any]] = {main}
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        tasks = asyncio.all_tasks(loop)
+
+
 def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 

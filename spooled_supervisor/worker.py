@@ -514,7 +514,7 @@ def _turn(lives: Sequence[_Life], helpers: _Helpers) -> None:
                 except BaseException as error:
                     for life in lives:
                         life.broken_by = life.broken_by or error
-                    _unwind(loop, main)
+                    hosting.unwind(loop, main)
                     if not raised:
                         raise
         finally:
@@ -541,16 +541,6 @@ def _outlasting_the_main_thread() -> Iterator[_Helpers]:
         finally:
             meeting.abort()  # nobody waits there but in a program that has no room for so many
             helpers.end()
-
-
-def _unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
-    """Cancel the lives, which see their children dead, and then what is left (as asyncio.Runner does)."""
-    tasks = {main}
-    while tasks:
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        tasks = asyncio.all_tasks(loop)
 
 
 class _Helpers(concurrent.futures.ThreadPoolExecutor):

@@ -48,7 +48,8 @@ def run_in_child(
 
     A test process with one thread is forked, and anything can be a handler. Where it has threads (a test runner's
     timer is one), a fresh interpreter imports the handler, or the app, by its name. `on_abort` is for a function; an
-    app's handlers have their own. Raises WorkerError where neither is possible, AppError if the import fails.
+    app's handlers have their own. Raises WorkerError where neither is possible, AppError if the import fails, and what
+    a signal handler raises meanwhile (Ctrl-C, a test runner's time limit): the child is killed then.
     """
     app, handler = app_of(app_or_function, queue_name, on_abort)
     job = Job(
@@ -65,7 +66,14 @@ def run_in_child(
     marker = f"test {os.getpid()} {secrets.token_hex(8)}"
     env = child_environment(os.environ, marker=marker, threads=1)
     kin = Kin(marker)
-    with contextlib.ExitStack() as stack:
+    main: asyncio.Task[HandlerRun] | None = None
+
+    def break_off(_error: BaseException) -> None:
+        if main is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                main.get_loop().call_soon_threadsafe(main.cancel)
+
+    with hosting.handing_over(break_off) as raised, contextlib.ExitStack() as stack:
         stack.callback(kill_marked, marker)
         spec = "the app"
         spawn: Spawn = spawn_interpreter
@@ -96,7 +104,18 @@ def run_in_child(
         stack.enter_context(hosting.subreaper())
         loop = timing.new_event_loop()
         stack.callback(loop.close)
-        return loop.run_until_complete(bench.run(job, timeout_s=timeout_s, abort_grace_s=abort_grace_s))
+        main = loop.create_task(bench.run(job, timeout_s=timeout_s, abort_grace_s=abort_grace_s))
+        if raised:  # before there was a task
+            main.cancel()
+        try:
+            run = loop.run_until_complete(main)
+        except BaseException:
+            hosting.unwind(loop, main)
+            if not raised:
+                raise
+    if raised:
+        raise raised[0]
+    return run
 
 
 def _name_of(target: App | Callable[..., Any], handler: Handler) -> str:

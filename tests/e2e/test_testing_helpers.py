@@ -296,6 +296,40 @@ def test_a_process_with_one_thread_is_forked_and_anything_can_be_a_handler(site:
     )
 
 
+def signals(ctx: JobContext) -> None:
+    os.kill(ctx.payload["pid"], ctx.payload["signal"])
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGINT])
+def test_what_a_signal_handler_raises_ends_the_child_too(site: Site, number: signal.Signals) -> None:
+    with program(
+        f"""
+        from spooled_supervisor.testing import run_in_child
+        from tests.e2e.test_testing_helpers import signals
+        class TimeIsUp(Exception): pass
+        def limit(*_): raise TimeIsUp
+        signal.signal({number:d}, limit)
+        def look():
+            return children_of_ours(), sorted(os.listdir("/proc/self/fd")), signal.getsignal({number:d}) is limit
+        before = look()
+        def interrupted():
+            try: say(run_in_child(signals, {{"pid": os.getpid(), "signal": {number:d}}}))
+            except TimeIsUp: say(look() == before)
+        interrupted()
+        leave = threading.Event()
+        thread = threading.Thread(target=leave.wait)
+        thread.start()  # from here on an interpreter is started, and nothing is forked
+        interrupted()
+        leave.set(); thread.join()
+        say(run_in_child(lambda ctx: ctx.payload, 5).result)
+        """,
+        url=site.server.url,
+        api_key=site.server.api_key,
+    ) as running:
+        assert running.wait() == (0, ["True", "True", "5"])
+
+
 # --- programs and fixtures --------------------------------------------------------------------------------------------
 
 
