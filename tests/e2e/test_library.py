@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -26,13 +27,13 @@ class Programs:
     def __init__(self, site: Site) -> None:
         self.site = site
 
-    def start(self, source: str | Path, *path: str | Path) -> AbstractContextManager[Program]:
+    def start(self, source: str | Path, *path: str | Path, wrap: Sequence[str] = ()) -> AbstractContextManager[Program]:
         server = self.site.server
-        return program(source, url=server.url, api_key=server.api_key, prefix=self.site.prefix, path=path)
+        return program(source, url=server.url, api_key=server.api_key, prefix=self.site.prefix, path=path, wrap=wrap)
 
-    def run(self, source: str | Path, *path: str | Path) -> list[str]:
+    def run(self, source: str | Path, *path: str | Path, wrap: Sequence[str] = ()) -> list[str]:
         """To its end, which must be a good one; what it has printed."""
-        with self.start(source, *path) as running:
+        with self.start(source, *path, wrap=wrap) as running:
             code, lines = running.wait()
         assert code == 0, "\n".join(lines)
         return lines
@@ -187,6 +188,47 @@ def test_output_and_logs_of_handlers_reach_the_programs_log(programs: Programs) 
     assert any(level == "INFO" and "message=printed" in text for _, level, text in records)
     assert any(level == "WARNING" and "message=logged" in text and "pages" in text for _, level, text in records)
     assert not any("sp_test" in text for _, _, text in records)
+
+
+@pytest.mark.parametrize("how", ["forked", "by name"])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_program_with_closed_standard_streams_runs_a_worker(
+    programs: Programs, tmp_path: Path, closed: str, how: str
+) -> None:
+    (tmp_path / "handlers.py").write_text("""if True:
+        import os
+        def streams(ctx):
+            os.write(1, b"by number\\n")
+            return [os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).partition(":")[0] for fd in range(3)]
+    """)
+    said = tmp_path / "said"
+    programs.run(
+        f"""
+        from handlers import streams
+        class Log(logging.Handler):
+            def emit(self, record): words.append(record.getMessage())
+        words = []
+        logging.getLogger("spooled_supervisor").addHandler(Log())
+        logging.getLogger("spooled_supervisor").setLevel(logging.INFO)
+        leave = threading.Event()
+        thread = threading.Thread(target=leave.wait)
+        if {how == "by name"}: thread.start()
+        w = worker("q", boot_timeout=5)
+        w.process(streams)
+        w.on("job:completed", lambda e: (words.append(str(e.result)), w.stop()))
+        create(w, None)
+        client.close()  # its connection may be one of the three, too
+        try: w.start()
+        finally:
+            leave.set()
+            pathlib.Path({str(said)!r}).write_text("|".join(words))
+        """,
+        tmp_path,
+        wrap=["sh", "-c", f'exec "$@" {closed}', "sh"],
+    )
+    words = said.read_text()
+    assert "['null', 'pipe', 'pipe']" in words
+    assert "by number" in words
 
 
 # --- starting and stopping --------------------------------------------------------------------------------------------
