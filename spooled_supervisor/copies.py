@@ -113,12 +113,26 @@ def _be_copy(
             os.dup2(source, fd)
         os.close(null)
         os.close(output)
+        _print_into_the_pipe()
         kernel.set_title("spooled-supervisor: copy")  # the first one before the environment moves: it looks from there
         os.environ.clear()
         os.environ.update(env)
         forkserver.be_fork_server(control, app)
     finally:
         os._exit(1)
+
+
+def _print_into_the_pipe() -> None:
+    """The program may have put something else in place of its streams (a test runner's capture, a tee), or closed them:
+    what is written there stays in the memory of the copy, or comes out where the program's own output does."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        try:
+            is_there = getattr(sys, name).fileno() == fd
+        except Exception:  # None, closed, or without a descriptor
+            is_there = False
+        if not is_there:
+            stream = os.fdopen(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)
 
 
 def _flush() -> None:

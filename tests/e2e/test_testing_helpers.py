@@ -232,6 +232,32 @@ def test_a_child_of_a_program_whose_output_goes_to_a_file_prints_into_its_log(tm
     assert (done.returncode, output.read_text()) == (0, "before\nafter\n")
 
 
+@pytest.mark.parametrize("instead", ["io.StringIO()", "Tee(sys.stdout)", "None"])
+def test_what_a_handler_prints_is_not_lost_where_the_program_has_replaced_its_streams(site: Site, instead: str) -> None:
+    with program(
+        f"""
+        import io
+        from spooled_supervisor.testing import run_in_child
+        class Tee:
+            def __init__(self, stream): self.stream = stream
+            def write(self, text): self.stream.write(text)
+            def flush(self): self.stream.flush()
+        def handle(ctx):
+            print("printed: \u00e9", file=sys.stdout)
+            sys.stderr.write("complained\\n")
+        sys.stdout, sys.stderr = {instead}, {instead}
+        mine = sys.stdout, sys.stderr
+        run = run_in_child(handle, None)
+        assert mine == (sys.stdout, sys.stderr)
+        sys.stdout = sys.__stdout__
+        say(sorted(line.message for line in run.logs))
+        """,
+        url=site.server.url,
+        api_key=site.server.api_key,
+    ) as running:
+        assert running.wait() == (0, ["['complained', 'printed: \u00e9']"])
+
+
 def _command_line(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
