@@ -28,7 +28,7 @@ from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succ
 from spooled_supervisor.leases import Lease
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.results import encode_result
-from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of
+from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of, refuse_event_loop
 from spooled_supervisor.worker import importable_name
 
 
@@ -48,9 +48,11 @@ def run_in_child(
 
     A test process with one thread is forked, and anything can be a handler. Where it has threads (a test runner's
     timer is one), a fresh interpreter imports the handler, or the app, by its name. `on_abort` is for a function; an
-    app's handlers have their own. Raises WorkerError where neither is possible, AppError if the import fails, and what
-    a signal handler raises meanwhile (Ctrl-C, a test runner's time limit): the child is killed then.
+    app's handlers have their own. Raises WorkerError where neither is possible or an event loop runs, AppError if the
+    import fails, and what a signal handler raises meanwhile (Ctrl-C, a test runner's time limit): the child is killed
+    then.
     """
+    refuse_event_loop("run_in_child", "it blocks")
     app, handler = app_of(app_or_function, queue_name, on_abort)
     job = Job(
         id=job_id,

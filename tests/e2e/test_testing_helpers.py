@@ -167,6 +167,27 @@ def test_ctrl_c_is_not_swallowed() -> None:
         run_handler(interrupted, None)
 
 
+def test_where_an_event_loop_runs_what_is_async_is_refused_and_not_blamed() -> None:
+    hooked, lazy = App(), App()
+    for each in (hooked, lazy):
+        each.handler("q")(lambda ctx: 1)
+    hooked.on_child_stop(connect)
+    lazy.on_child_start(lambda: connect())
+
+    async def main() -> None:
+        with pytest.raises(WorkerError, match=r"await asyncio.to_thread\(run_handler, ...\)"):
+            run_handler(app, None, queue_name="async")
+        for other in (hooked, lazy):
+            with pytest.raises(WorkerError, match="here runs an event loop"):
+                run_handler(other, None)
+        assert run_handler(lambda ctx: ctx.payload, 3).result == 3
+        run = await asyncio.to_thread(run_handler, app, None, queue_name="async")
+        assert run.outcome == "succeeded"
+
+    asyncio.run(main())
+    assert opened == []
+
+
 @pytest.mark.parametrize("queue", [None, "nothing"])
 def test_which_handler_is_meant_must_be_said(queue: str | None) -> None:
     with pytest.raises(ValueError, match="the app has handlers for work, async, abortable"):
@@ -278,6 +299,15 @@ def test_an_abort_is_raised_where_the_handler_wants_it() -> None:
 def test_a_failure_in_a_child_keeps_its_meaning() -> None:
     run = run_in_child(raises, None)
     assert (run.outcome, run.retryable) == ("failed", False)
+
+
+def test_no_child_is_made_where_an_event_loop_runs() -> None:
+    async def main() -> None:
+        with pytest.raises(WorkerError, match=r"await asyncio.to_thread\(run_in_child, ...\)"):
+            run_in_child(work, {"n": 1})
+        assert (await asyncio.to_thread(run_in_child, work, {"n": 1})).outcome == "succeeded"
+
+    asyncio.run(main())
 
 
 def test_a_process_with_threads_is_not_forked() -> None:
