@@ -29,7 +29,7 @@ from spooled_supervisor.leases import Lease
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.results import encode_result
 from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of, refuse_event_loop
-from spooled_supervisor.worker import importable_name
+from spooled_supervisor.worker import WorkerError, importable_name
 
 
 def run_in_child(
@@ -121,12 +121,29 @@ def run_in_child(
 
 
 def _name_of(target: App | Callable[..., Any], handler: Handler) -> str:
-    """`module:name` of a function, or of the variable that holds an app. Raises WorkerError."""
-    home = getattr(handler.function, "__module__", None) or "__main__"
-    if isinstance(target, App) and home != "__main__":
-        for name, value in vars(sys.modules[home]).items():
+    """`module:name` of a function, or of the variable that holds an app. Raises WorkerError.
+
+    An app that no module holds is served by its handler alone, if it has no hooks that would be missed.
+    """
+    if not isinstance(target, App):
+        return importable_name(handler.function)
+    hooks = [*target.preload_hooks, *target.child_start_hooks, *target.child_stop_hooks]
+    # The modules of its functions, and then the last one whose import began: a module of tests began before the app's.
+    likely = [getattr(function, "__module__", None) for function in (handler.function, *hooks)]
+    main = sys.modules["__main__"]
+    for home in (*likely, *reversed(tuple(sys.modules))):
+        module = sys.modules.get(home or "")
+        if module is None or module is main:
+            continue
+        for name, value in tuple(getattr(module, "__dict__", {}).items()):
             if value is target:
                 return f"{home}:{name}"
+    if hooks:
+        raise WorkerError(
+            "the app cannot be run in a child: this process has threads and cannot be forked, and a fresh interpreter "
+            "cannot import the app with its hooks, as it is no variable of a module (other than the main file). Put it "
+            "at the top level of one"
+        )
     return importable_name(handler.function)
 
 

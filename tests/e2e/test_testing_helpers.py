@@ -323,6 +323,42 @@ def test_a_process_with_threads_is_not_forked() -> None:
         thread.join()
 
 
+def test_a_process_with_threads_finds_an_app_that_another_module_wires_up(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("begun = []\ndef work(ctx): return len(begun)\n")
+    (tmp_path / "wiring.py").write_text("""if True:
+        import plain
+        from spooled_supervisor import App
+        app = App()
+        app.handler("q")(plain.work)
+        app.on_child_start(lambda: plain.begun.append(1))
+    """)
+    with program(
+        """
+        import plain, wiring
+        from spooled_supervisor.testing import run_in_child
+        from wiring import app as again
+        leave = threading.Event()
+        thread = threading.Thread(target=leave.wait)
+        thread.start()
+        say(run_in_child(wiring.app, None).result)
+        hooked, bare = App(), App()
+        for app in (hooked, bare): app.handler("q")(plain.work)
+        hooked.on_child_stop(plain.begun.clear)
+        say(run_in_child(bare, None).result)
+        try: run_in_child(hooked, None)
+        except Exception as error: say(type(error).__name__, error)
+        leave.set(); thread.join()
+        """,
+        url=site.server.url,
+        api_key=site.server.api_key,
+        path=[tmp_path],
+    ) as running:
+        code, lines = running.wait()
+    assert (code, lines[:2]) == (0, ["1", "0"])
+    assert lines[2].startswith("WorkerError the app cannot be run in a child: this process has threads")
+    assert "it is no variable of a module" in lines[2]
+
+
 def test_a_process_with_one_thread_is_forked_and_anything_can_be_a_handler(site: Site) -> None:
     with program(
         """
