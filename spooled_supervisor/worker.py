@@ -44,7 +44,7 @@ from spooled_supervisor.checking import preload
 from spooled_supervisor.client import SpooledClient
 from spooled_supervisor.config import Config, cpus_available
 from spooled_supervisor.copies import Copies
-from spooled_supervisor.errors import SupervisorError
+from spooled_supervisor.errors import ConfigError, SupervisorError
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import Kin
 from spooled_supervisor.forkclient import NoCopyLeft, Spawn, child_environment, spawn_interpreter
@@ -116,7 +116,7 @@ class SpooledWorker:
             "hostname": hostname,
             "worker_type": worker_type,
             "worker_version": version,
-            "metadata": None if metadata is None else [f"{key}={value}" for key, value in metadata.items()],
+            "metadata": None if metadata is None else [_pair(key, value) for key, value in metadata.items()],
             "job_timeout": job_timeout,
             "abort_grace": abort_grace,
             "boot_timeout": boot_timeout,
@@ -131,7 +131,7 @@ class SpooledWorker:
         self._values |= {"app": "handlers", "queues": [queue_name], "api_url": client.base_url, "http_listen": "off"}
         self._client = client
         if not forkserver.is_fork_server:  # which imports it, and has no key
-            self._configuration(Path(os.devnull))  # only to be told now what is wrong with it
+            self._check()
         self.queue_name = queue_name
         self._auto_start = auto_start
         self._app = App()
@@ -243,6 +243,18 @@ class SpooledWorker:
 
     # --- for the functions below -------------------------------------------------------------------------------------
 
+    def _check(self) -> None:
+        """Raises ConfigError with everything that is wrong."""
+        problems = []
+        if self._values["procs"] == "auto":  # for the daemon, which has the machine for itself
+            problems.append("procs: 'auto' must be a whole number from 1 to 1000")
+        try:
+            self._configuration(Path(os.devnull))
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+
     def _configuration(self, state_dir: Path) -> Config:
         values = {"state_dir": str(state_dir), **self._values}
         return configuration.of_values(values, api_key=self._client.api_key.reveal())
@@ -280,6 +292,12 @@ class SpooledWorker:
                 self._callbacks.tell("stopped", we.WorkerStopped(self._worker_id or "", reason, unsettled))
         finally:
             self._ended.set()
+
+
+def _pair(key: Any, value: Any) -> Any:
+    """As in a file of the daemon: what `key=value` would not say stays what it is, and is rejected."""
+    is_sayable = isinstance(key, str) and isinstance(value, str) and "=" not in key
+    return f"{key}={value}" if is_sayable else {key: value}
 
 
 class _Life:

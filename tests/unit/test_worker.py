@@ -75,6 +75,20 @@ def test_everything_that_is_wrong_is_told_at_once_by_the_name_of_its_argument() 
     }
 
 
+@pytest.mark.parametrize("metadata", [{"a=b": "c"}, {"a": None}, {"a": 1}, {1: "a"}])
+def test_metadata_that_the_daemon_could_not_be_given_is_refused(metadata: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(metadata=metadata)
+    assert caught.value.problems == [f"metadata: {metadata!r} must be K=V"]
+    make(metadata={"a": "b=c"})
+
+
+def test_auto_is_no_number_of_children() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(concurrency="auto", child_nice=True)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["procs", "child_nice"]
+
+
 def test_nothing_is_taken_from_the_environment_but_the_clients_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
