@@ -453,6 +453,24 @@ def test_the_supervisor_sees_no_settings_of_ours(monkeypatch: pytest.MonkeyPatch
         assert isinstance(running, RunningSupervisor)
 
 
+@pytest.mark.parametrize("level", ["warning", "error"])
+def test_a_supervisor_that_says_little_is_ready_too(level: str) -> None:
+    with embedded_server() as server, supervisor(f"{__name__}:app", server, queue=["work"], log_level=level) as running:
+        assert running.events("supervisor_started") == []
+        job = server.client.jobs.create(queue_name="work", payload={"n": 2})
+        assert server.wait_for_job(job.id).result["doubled"] == 4
+
+
+@pytest.mark.parametrize("name", ["api_url", "state_dir", "http_listen", "log_format"])
+def test_an_option_that_is_fixed_is_refused_and_not_overridden(name: str) -> None:
+    with (
+        embedded_server() as server,
+        pytest.raises(ValueError, match=f"which sets it by itself: {name}"),
+        supervisor(f"{__name__}:app", server, **{name: "off"}),
+    ):
+        pass
+
+
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "tasks.py", tmp_path)
     shutil.copy(EXAMPLES / "tests_of_tasks.py", tmp_path / "test_tasks.py")
