@@ -23,7 +23,8 @@ from typing import NoReturn
 
 from spooled_supervisor import exits, forkserver, kernel
 from spooled_supervisor.app import App
-from spooled_supervisor.forkclient import NoCopyLeft, Spawned
+from spooled_supervisor.forkclient import NoCopyLeft, Spawned, link
+from spooled_supervisor.highfd import move_high
 
 COUNT = 2
 CLOSE_LIMIT_S = 1.0
@@ -78,8 +79,7 @@ def _see_dead(pid: int) -> None:
 
 
 def _fork_copy(app: App, env: Mapping[str, str]) -> Spawned:
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    output_fd, output = os.pipe2(os.O_CLOEXEC)
+    here, there, output_fd, output = link()
     _flush()  # what waits in a buffer now would be written by the copy as well
     # Blocked until the copy has installed its own handling: a signal in between would run the program's handlers there.
     old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
@@ -95,7 +95,6 @@ def _fork_copy(app: App, env: Mapping[str, str]) -> Spawned:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         there.close()
         os.close(output)
-    os.set_blocking(output_fd, False)
     _waiting.append(Spawned(pid, here, output_fd))
     return _waiting[-1]
 
@@ -109,17 +108,31 @@ def _be_copy(
             os.close(output_fd)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        null = move_high(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))  # the program may have closed the first three
         for fd, source in ((0, null), (1, output), (2, output)):
             os.dup2(source, fd)
         os.close(null)
         os.close(output)
+        _print_into_the_pipe()
         kernel.set_title("spooled-supervisor: copy")  # the first one before the environment moves: it looks from there
         os.environ.clear()
         os.environ.update(env)
         forkserver.be_fork_server(control, app)
     finally:
         os._exit(1)
+
+
+def _print_into_the_pipe() -> None:
+    """The program may have put something else in place of its streams (a test runner's capture, a tee), or closed them:
+    what is written there stays in the memory of the copy, or comes out where the program's own output does."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        try:
+            is_there = getattr(sys, name).fileno() == fd
+        except Exception:  # None, closed, or without a descriptor
+            is_there = False
+        if not is_there:
+            stream = os.fdopen(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)
 
 
 def _flush() -> None:

@@ -25,6 +25,7 @@ from spooled_supervisor.errors import EX_CONFIG, EX_FAILURE, AppError, ProtocolE
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import MARKER
 from spooled_supervisor.forkserver import receive_packet, send_packet
+from spooled_supervisor.highfd import duplicate_high
 from spooled_supervisor.output import OutputPipe
 from spooled_supervisor.timing import Backoff, now
 from spooled_supervisor.wording import PACKAGE_DIR
@@ -126,11 +127,29 @@ Spawn = Callable[[Mapping[str, str]], Spawned]
 """Makes such a process with this environment. Raises OSError, or NoCopyLeft where there never will be another one."""
 
 
+def link() -> tuple[socket.socket, socket.socket, int, int]:
+    """Ours and theirs: the ends of a socket, and of a pipe for their output, of which ours does not block.
+
+    All of them high: where a program has closed its standard streams they would come in their place, and be closed in
+    the other process when that gets new ones. Raises OSError.
+    """
+    with contextlib.ExitStack() as low, contextlib.ExitStack() as high:
+        sockets = [low.enter_context(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+        pipe = os.pipe2(os.O_CLOEXEC)
+        fds = []
+        for fd in pipe:
+            low.callback(os.close, fd)
+        for fd in (*(end.fileno() for end in sockets), *pipe):
+            fds.append(duplicate_high(fd))
+            high.callback(os.close, fds[-1])
+        os.set_blocking(fds[2], False)
+        high.pop_all()
+    return socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1]), fds[2], fds[3]
+
+
 def spawn_interpreter(env: Mapping[str, str]) -> Spawned:
     """Exec a fresh interpreter. Raises OSError if there is no room for it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    output_fd, output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    os.set_blocking(output, True)
+    ours, theirs, output_fd, output = link()
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), os.path.dirname(PACKAGE_DIR[:-1])],

@@ -1,4 +1,4 @@
-"""What a worker changes in the program that runs it, and puts back: subreaper, SIGCHLD, stop signals; and its exit.
+"""What a worker changes in the program that runs it, and puts back: subreaper, signal handlers; and its exit.
 
 Process-wide things, shared by all workers of the program. Signal handling can only be changed in the main thread
 (signal(7), Python's `signal`); a worker in another thread leaves it alone.
@@ -14,6 +14,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 from spooled_supervisor import kernel
 from spooled_supervisor.timing import now
@@ -123,6 +125,54 @@ def stop_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[signal.Si
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
         signal.set_wakeup_fd(wakeup_fd)
+
+
+@contextlib.contextmanager
+def handing_over(on_first: Callable[[BaseException], None]) -> Iterator[list[BaseException]]:
+    """In the main thread: what the program's signal handlers raise is collected, and the first of it told at once.
+
+    An exception would come up wherever the loop is at that moment. Inside a callback asyncio logs and forgets it
+    (unless it is KeyboardInterrupt or SystemExit), and inside a task group it comes out in a group.
+    """
+    raised: list[BaseException] = []
+    if not is_main_thread():
+        yield raised
+        return
+    pid = os.getpid()
+
+    def guarding(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def guard(number: int, frame: FrameType | None) -> None:
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                if os.getpid() != pid:  # a fork of the program's own
+                    raise
+                raised.append(error)
+                if len(raised) == 1:
+                    on_first(error)
+
+        return guard
+
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    guards = {number: guarding(handler) for number, handler in handlers.items() if callable(handler)}
+    for number, guard in guards.items():
+        signal.signal(number, guard)
+    try:
+        yield raised
+    finally:
+        for number, guard in guards.items():
+            if signal.getsignal(number) is guard:  # the program may have changed its mind
+                signal.signal(number, handlers[number])
+
+
+def unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
+    """Cancel this task, which sees its children dead, and then what is left (as asyncio.Runner does)."""
+    tasks: set[asyncio.Task[Any]] = {main}
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        tasks = asyncio.all_tasks(loop)
 
 
 def is_main_thread() -> bool:

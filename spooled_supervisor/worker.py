@@ -44,7 +44,7 @@ from spooled_supervisor.checking import preload
 from spooled_supervisor.client import SpooledClient
 from spooled_supervisor.config import Config, cpus_available
 from spooled_supervisor.copies import Copies
-from spooled_supervisor.errors import SupervisorError
+from spooled_supervisor.errors import ConfigError, SupervisorError
 from spooled_supervisor.events import Events
 from spooled_supervisor.family import Kin
 from spooled_supervisor.forkclient import NoCopyLeft, Spawn, child_environment, spawn_interpreter
@@ -116,7 +116,7 @@ class SpooledWorker:
             "hostname": hostname,
             "worker_type": worker_type,
             "worker_version": version,
-            "metadata": None if metadata is None else [f"{key}={value}" for key, value in metadata.items()],
+            "metadata": None if metadata is None else [_pair(key, value) for key, value in metadata.items()],
             "job_timeout": job_timeout,
             "abort_grace": abort_grace,
             "boot_timeout": boot_timeout,
@@ -131,7 +131,7 @@ class SpooledWorker:
         self._values |= {"app": "handlers", "queues": [queue_name], "api_url": client.base_url, "http_listen": "off"}
         self._client = client
         if not forkserver.is_fork_server:  # which imports it, and has no key
-            self._configuration(Path(os.devnull))  # only to be told now what is wrong with it
+            self._check()
         self.queue_name = queue_name
         self._auto_start = auto_start
         self._app = App()
@@ -243,6 +243,18 @@ class SpooledWorker:
 
     # --- for the functions below -------------------------------------------------------------------------------------
 
+    def _check(self) -> None:
+        """Raises ConfigError with everything that is wrong."""
+        problems = []
+        if self._values["procs"] == "auto":  # for the daemon, which has the machine for itself
+            problems.append("procs: 'auto' must be a whole number from 1 to 1000")
+        try:
+            self._configuration(Path(os.devnull))
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+
     def _configuration(self, state_dir: Path) -> Config:
         values = {"state_dir": str(state_dir), **self._values}
         return configuration.of_values(values, api_key=self._client.api_key.reveal())
@@ -282,6 +294,12 @@ class SpooledWorker:
             self._ended.set()
 
 
+def _pair(key: Any, value: Any) -> Any:
+    """As in a file of the daemon: what `key=value` would not say stays what it is, and is rejected."""
+    is_sayable = isinstance(key, str) and isinstance(value, str) and "=" not in key
+    return f"{key}={value}" if is_sayable else {key: value}
+
+
 class _Life:
     """One run of a worker: what exists from its start to its end. `run` and what it calls is for the loop's thread."""
 
@@ -294,7 +312,7 @@ class _Life:
         self._unsettled = 0
         self._spent: NoCopyLeft | None = None
         self._supervisor: Supervisor | None = None
-        self.broken_by: BaseException | None = None  # what came out of the loop itself; the lives are cancelled then
+        self.broken_by: BaseException | None = None  # it comes from no life; all of them are cancelled then
         self.events = Events()
         self.teller = Teller(self.events, worker._callbacks)
         handler = _handler_of(worker)
@@ -495,23 +513,34 @@ def _serve(lives: Sequence[_Life], helpers: _Helpers | None = None) -> None:
 
 
 def _turn(lives: Sequence[_Life], helpers: _Helpers) -> None:
-    """What comes out of the loop need not come from a life: a signal handler of the program's may raise anywhere."""
+    """Not all that ends it comes from a life: a signal handler of the program's may raise at any moment."""
     loop = timing.new_event_loop()
     loop.set_default_executor(helpers)
-    try:
-        with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
-            main = loop.create_task(_run_all(lives))
-            try:
-                loop.run_until_complete(main)
-            except BaseException as error:
-                for life in lives:
-                    life.broken_by = error
-                _unwind(loop, main)
-                raise
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-        helpers.end()
+    main = loop.create_task(_run_all(lives))
+
+    def break_off(error: BaseException) -> None:
+        for life in lives:
+            life.broken_by = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(main.cancel)
+
+    with hosting.handing_over(break_off) as raised:
+        try:
+            with hosting.subreaper(), hosting.waitable_children(), hosting.stop_signals(loop, _Signals(lives)):
+                try:
+                    loop.run_until_complete(main)
+                except BaseException as error:
+                    for life in lives:
+                        life.broken_by = life.broken_by or error
+                    hosting.unwind(loop, main)
+                    if not raised:
+                        raise
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+            helpers.end()
+    if raised:
+        raise raised[0]
 
 
 @contextlib.contextmanager
@@ -530,16 +559,6 @@ def _outlasting_the_main_thread() -> Iterator[_Helpers]:
         finally:
             meeting.abort()  # nobody waits there but in a program that has no room for so many
             helpers.end()
-
-
-def _unwind(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
-    """Cancel the lives, which see their children dead, and then what is left (as asyncio.Runner does)."""
-    tasks = {main}
-    while tasks:
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        tasks = asyncio.all_tasks(loop)
 
 
 class _Helpers(concurrent.futures.ThreadPoolExecutor):

@@ -28,8 +28,8 @@ from spooled_supervisor.job import Crashed, Failed, Job, Outcome, Released, Succ
 from spooled_supervisor.leases import Lease
 from spooled_supervisor.pool import Pool
 from spooled_supervisor.results import encode_result
-from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of
-from spooled_supervisor.worker import importable_name
+from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of, refuse_event_loop
+from spooled_supervisor.worker import WorkerError, importable_name
 
 
 def run_in_child(
@@ -48,8 +48,11 @@ def run_in_child(
 
     A test process with one thread is forked, and anything can be a handler. Where it has threads (a test runner's
     timer is one), a fresh interpreter imports the handler, or the app, by its name. `on_abort` is for a function; an
-    app's handlers have their own. Raises WorkerError where neither is possible, AppError if the import fails.
+    app's handlers have their own. Raises WorkerError where neither is possible or an event loop runs, AppError if the
+    import fails, and what a signal handler raises meanwhile (Ctrl-C, a test runner's time limit): the child is killed
+    then.
     """
+    refuse_event_loop("run_in_child", "it blocks")
     app, handler = app_of(app_or_function, queue_name, on_abort)
     job = Job(
         id=job_id,
@@ -65,7 +68,14 @@ def run_in_child(
     marker = f"test {os.getpid()} {secrets.token_hex(8)}"
     env = child_environment(os.environ, marker=marker, threads=1)
     kin = Kin(marker)
-    with contextlib.ExitStack() as stack:
+    main: asyncio.Task[HandlerRun] | None = None
+
+    def break_off(_error: BaseException) -> None:
+        if main is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                main.get_loop().call_soon_threadsafe(main.cancel)
+
+    with hosting.handing_over(break_off) as raised, contextlib.ExitStack() as stack:
         stack.callback(kill_marked, marker)
         spec = "the app"
         spawn: Spawn = spawn_interpreter
@@ -96,16 +106,44 @@ def run_in_child(
         stack.enter_context(hosting.subreaper())
         loop = timing.new_event_loop()
         stack.callback(loop.close)
-        return loop.run_until_complete(bench.run(job, timeout_s=timeout_s, abort_grace_s=abort_grace_s))
+        main = loop.create_task(bench.run(job, timeout_s=timeout_s, abort_grace_s=abort_grace_s))
+        if raised:  # before there was a task
+            main.cancel()
+        try:
+            run = loop.run_until_complete(main)
+        except BaseException:
+            hosting.unwind(loop, main)
+            if not raised:
+                raise
+    if raised:
+        raise raised[0]
+    return run
 
 
 def _name_of(target: App | Callable[..., Any], handler: Handler) -> str:
-    """`module:name` of a function, or of the variable that holds an app. Raises WorkerError."""
-    home = getattr(handler.function, "__module__", None) or "__main__"
-    if isinstance(target, App) and home != "__main__":
-        for name, value in vars(sys.modules[home]).items():
+    """`module:name` of a function, or of the variable that holds an app. Raises WorkerError.
+
+    An app that no module holds is served by its handler alone, if it has no hooks that would be missed.
+    """
+    if not isinstance(target, App):
+        return importable_name(handler.function)
+    hooks = [*target.preload_hooks, *target.child_start_hooks, *target.child_stop_hooks]
+    # The modules of its functions, and then the last one whose import began: a module of tests began before the app's.
+    likely = [getattr(function, "__module__", None) for function in (handler.function, *hooks)]
+    main = sys.modules["__main__"]
+    for home in (*likely, *reversed(tuple(sys.modules))):
+        module = sys.modules.get(home or "")
+        if module is None or module is main:
+            continue
+        for name, value in tuple(getattr(module, "__dict__", {}).items()):
             if value is target:
                 return f"{home}:{name}"
+    if hooks:
+        raise WorkerError(
+            "the app cannot be run in a child: this process has threads and cannot be forked, and a fresh interpreter "
+            "cannot import the app with its hooks, as it is no variable of a module (other than the main file). Put it "
+            "at the top level of one"
+        )
     return importable_name(handler.function)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Coroutine
@@ -11,8 +12,11 @@ from spooled_supervisor.app import AbortSignal, App, JobContext, is_async
 from spooled_supervisor.errors import JobAborted
 from spooled_supervisor.job import MAX_RESULT_BYTES, clip_error
 from spooled_supervisor.results import NotJson, encode_result
-from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of
+from spooled_supervisor.testing.values import HandlerRun, LogLine, ProgressReport, app_of, refuse_event_loop
 from spooled_supervisor.wording import describe_error
+from spooled_supervisor.worker import WorkerError
+
+ASYNC = "what is async needs one of its own"
 
 
 def run_handler(
@@ -30,9 +34,13 @@ def run_handler(
 
     `queue_name` says which handler of an app, if it has several. `timeout_s` is only what `ctx.timeout_s` says. An
     `AbortSignal` of yours can be aborted before or meanwhile. Standard `logging` and output go where they always go.
-    KeyboardInterrupt and what a hook raises are passed on.
+    KeyboardInterrupt and what a hook raises are passed on. Raises WorkerError where an event loop runs and the handler
+    or a hook is async.
     """
     app, handler = app_of(app_or_function, queue_name, "signal")
+    called: list[Callable[..., Any]] = [handler.function, *app.child_start_hooks, *app.child_stop_hooks]
+    if any(map(is_async, called)):
+        refuse_event_loop("run_handler", ASYNC)
     reporter = _Recorder()
     context = JobContext(
         job_id=job_id,
@@ -100,7 +108,7 @@ class _Caller:
     """Calls what may be async, all of it in one event loop, which is made only if there is something async."""
 
     def __init__(self) -> None:
-        self._runner: Any = None
+        self._runner: asyncio.Runner | None = None
 
     def __enter__(self) -> _Caller:
         return self
@@ -119,8 +127,11 @@ class _Caller:
         return self._run(result) if is_async(function) else result
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            refuse_event_loop("run_handler", ASYNC)  # a hook that did not look async
+        except WorkerError:
+            coroutine.close()
+            raise
         if self._runner is None:
-            import asyncio
-
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)

@@ -11,20 +11,23 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import httpx
 
 from spooled_supervisor.client import JobInfo, SpooledClient
 from spooled_supervisor.errors import SupervisorError
 from spooled_supervisor.timing import now
+
+T = TypeVar("T")
 
 READY = re.compile(r"spooled dev-server ready on (http://\S+) \(api key: (\S+)\)")
 START_LIMIT_S = 30.0
@@ -99,10 +102,14 @@ class _Program:
 
     def wait_for(self, pattern: re.Pattern[str]) -> re.Match[str]:
         """What it says, once it says it. Raises ProgramFailed if it ends before that, or takes too long."""
+        return self.wait_until(lambda: pattern.search(self.output))
+
+    def wait_until(self, look: Callable[[], T | None]) -> T:
+        """What `look` finds, once it does. Raises ProgramFailed if it ends before that, or takes too long."""
         give_up_at = now() + START_LIMIT_S
         while True:
             is_over = self.process.poll() is not None
-            if (found := pattern.search(self.output)) is not None:
+            if (found := look()) is not None:
                 return found
             if is_over or now() > give_up_at:
                 state = f"ended with {self.process.returncode}" if is_over else "is not ready"
@@ -136,13 +143,33 @@ class EmbeddedServer(_Program):
 class RunningSupervisor(_Program):
     """A supervisor process that is ready for jobs."""
 
-    def __init__(self, app: str, server: EmbeddedServer, state_dir: Path, **options: object) -> None:
-        said = {"procs": 1, "poll_interval": "100ms", "log_level": "debug", **options}
-        fixed = {"app": app, "api_url": server.url, "state_dir": state_dir, "http_listen": "off", "log_format": "json"}
-        super().__init__("spooled_supervisor", ["run", *_flags({**said, **fixed})], {"SPOOLED_API_KEY": server.api_key})
+    def __init__(self, app: str, server: EmbeddedServer, state_dir: Path, options: Mapping[str, object]) -> None:
+        """Raises ValueError for an option that is not the caller's to choose."""
+        fixed = {"api_url": server.url, "state_dir": state_dir, "http_listen": "off", "log_format": "json"}
+        if taken := sorted(fixed.keys() & options.keys()):
+            raise ValueError(f"not an option of a supervisor of a test, which sets it by itself: {', '.join(taken)}")
+        said = {"procs": 1, "poll_interval": "100ms", "log_level": "debug", **options, **fixed, "app": app}
+        # sd_notify(3) tells that it is ready, at any log level. Bound to nothing it gets an abstract name (unix(7)).
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._notices.bind("")
+            address = "@" + self._notices.getsockname()[1:].decode()
+            env = {"SPOOLED_API_KEY": server.api_key, "NOTIFY_SOCKET": address}
+            super().__init__("spooled_supervisor", ["run", *_flags(said)], env)
+        except BaseException:
+            self._notices.close()
+            raise
 
     def wait_until_ready(self) -> None:
-        self.wait_for(re.compile('"event":"supervisor_started"'))
+        with self._notices:
+            self.wait_until(self._notice_of_being_ready)
+
+    def _notice_of_being_ready(self) -> bytes | None:
+        with contextlib.suppress(BlockingIOError):  # no more of them
+            while notice := self._notices.recv(4096):
+                if b"READY=1" in notice.split(b"\n"):
+                    return notice
+        return None
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         """Its log lines, each an object with `event`; those of one event, if it is named."""
@@ -168,11 +195,12 @@ def embedded_server(**options: object) -> Iterator[EmbeddedServer]:
 def supervisor(app: str, server: EmbeddedServer, **options: object) -> Iterator[RunningSupervisor]:
     """A supervisor of this app (`pkg.module` or `pkg.module:name`, importable from here) at this server.
 
-    Options are its flags: `procs=2`, `queue=["emails"]`, `job_timeout=5`. Raises ProgramFailed with its log.
+    Options are its flags: `procs=2`, `queue=["emails"]`, `job_timeout=5`. Raises ProgramFailed with its log, ValueError
+    for an option that is fixed here (state directory, log format, no listener).
     """
     with (
         tempfile.TemporaryDirectory(prefix="spooled-test-") as state,
-        RunningSupervisor(app, server, Path(state), **options) as running,
+        RunningSupervisor(app, server, Path(state), options) as running,
     ):
         running.wait_until_ready()
         yield running

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from spooled_supervisor.app import App, Handler, OnAbort
+from spooled_supervisor.worker import WorkerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +57,9 @@ def app_of(target: App | Callable[..., Any], queue_name: str | None, on_abort: O
             f"queue_name={queue_name!r}: the app has handlers for {', '.join(target.handlers) or 'no queue'}"
         )
     return target, target.handlers[names[0]]
+
+
+def refuse_event_loop(function: str, why: str) -> None:
+    """Raises WorkerError in a thread that runs an event loop: a second one cannot run there."""
+    if asyncio._get_running_loop() is not None:
+        raise WorkerError(f"here runs an event loop, and {why}: say `await asyncio.to_thread({function}, ...)`")

@@ -167,6 +167,27 @@ def test_ctrl_c_is_not_swallowed() -> None:
         run_handler(interrupted, None)
 
 
+def test_where_an_event_loop_runs_what_is_async_is_refused_and_not_blamed() -> None:
+    hooked, lazy = App(), App()
+    for each in (hooked, lazy):
+        each.handler("q")(lambda ctx: 1)
+    hooked.on_child_stop(connect)
+    lazy.on_child_start(lambda: connect())
+
+    async def main() -> None:
+        with pytest.raises(WorkerError, match=r"await asyncio.to_thread\(run_handler, ...\)"):
+            run_handler(app, None, queue_name="async")
+        for other in (hooked, lazy):
+            with pytest.raises(WorkerError, match="here runs an event loop"):
+                run_handler(other, None)
+        assert run_handler(lambda ctx: ctx.payload, 3).result == 3
+        run = await asyncio.to_thread(run_handler, app, None, queue_name="async")
+        assert run.outcome == "succeeded"
+
+    asyncio.run(main())
+    assert opened == []
+
+
 @pytest.mark.parametrize("queue", [None, "nothing"])
 def test_which_handler_is_meant_must_be_said(queue: str | None) -> None:
     with pytest.raises(ValueError, match="the app has handlers for work, async, abortable"):
@@ -232,6 +253,32 @@ def test_a_child_of_a_program_whose_output_goes_to_a_file_prints_into_its_log(tm
     assert (done.returncode, output.read_text()) == (0, "before\nafter\n")
 
 
+@pytest.mark.parametrize("instead", ["io.StringIO()", "Tee(sys.stdout)", "None"])
+def test_what_a_handler_prints_is_not_lost_where_the_program_has_replaced_its_streams(site: Site, instead: str) -> None:
+    with program(
+        f"""
+        import io
+        from spooled_supervisor.testing import run_in_child
+        class Tee:
+            def __init__(self, stream): self.stream = stream
+            def write(self, text): self.stream.write(text)
+            def flush(self): self.stream.flush()
+        def handle(ctx):
+            print("printed: \u00e9", file=sys.stdout)
+            sys.stderr.write("complained\\n")
+        sys.stdout, sys.stderr = {instead}, {instead}
+        mine = sys.stdout, sys.stderr
+        run = run_in_child(handle, None)
+        assert mine == (sys.stdout, sys.stderr)
+        sys.stdout = sys.__stdout__
+        say(sorted(line.message for line in run.logs))
+        """,
+        url=site.server.url,
+        api_key=site.server.api_key,
+    ) as running:
+        assert running.wait() == (0, ["['complained', 'printed: \u00e9']"])
+
+
 def _command_line(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -254,6 +301,15 @@ def test_a_failure_in_a_child_keeps_its_meaning() -> None:
     assert (run.outcome, run.retryable) == ("failed", False)
 
 
+def test_no_child_is_made_where_an_event_loop_runs() -> None:
+    async def main() -> None:
+        with pytest.raises(WorkerError, match=r"await asyncio.to_thread\(run_in_child, ...\)"):
+            run_in_child(work, {"n": 1})
+        assert (await asyncio.to_thread(run_in_child, work, {"n": 1})).outcome == "succeeded"
+
+    asyncio.run(main())
+
+
 def test_a_process_with_threads_is_not_forked() -> None:
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait)
@@ -265,6 +321,42 @@ def test_a_process_with_threads_is_not_forked() -> None:
     finally:
         leave.set()
         thread.join()
+
+
+def test_a_process_with_threads_finds_an_app_that_another_module_wires_up(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("begun = []\ndef work(ctx): return len(begun)\n")
+    (tmp_path / "wiring.py").write_text("""if True:
+        import plain
+        from spooled_supervisor import App
+        app = App()
+        app.handler("q")(plain.work)
+        app.on_child_start(lambda: plain.begun.append(1))
+    """)
+    with program(
+        """
+        import plain, wiring
+        from spooled_supervisor.testing import run_in_child
+        from wiring import app as again
+        leave = threading.Event()
+        thread = threading.Thread(target=leave.wait)
+        thread.start()
+        say(run_in_child(wiring.app, None).result)
+        hooked, bare = App(), App()
+        for app in (hooked, bare): app.handler("q")(plain.work)
+        hooked.on_child_stop(plain.begun.clear)
+        say(run_in_child(bare, None).result)
+        try: run_in_child(hooked, None)
+        except Exception as error: say(type(error).__name__, error)
+        leave.set(); thread.join()
+        """,
+        url=site.server.url,
+        api_key=site.server.api_key,
+        path=[tmp_path],
+    ) as running:
+        code, lines = running.wait()
+    assert (code, lines[:2]) == (0, ["1", "0"])
+    assert lines[2].startswith("WorkerError the app cannot be run in a child: this process has threads")
+    assert "it is no variable of a module" in lines[2]
 
 
 def test_a_process_with_one_thread_is_forked_and_anything_can_be_a_handler(site: Site) -> None:
@@ -296,6 +388,40 @@ def test_a_process_with_one_thread_is_forked_and_anything_can_be_a_handler(site:
     )
 
 
+def signals(ctx: JobContext) -> None:
+    os.kill(ctx.payload["pid"], ctx.payload["signal"])
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGINT])
+def test_what_a_signal_handler_raises_ends_the_child_too(site: Site, number: signal.Signals) -> None:
+    with program(
+        f"""
+        from spooled_supervisor.testing import run_in_child
+        from tests.e2e.test_testing_helpers import signals
+        class TimeIsUp(Exception): pass
+        def limit(*_): raise TimeIsUp
+        signal.signal({number:d}, limit)
+        def look():
+            return children_of_ours(), sorted(os.listdir("/proc/self/fd")), signal.getsignal({number:d}) is limit
+        before = look()
+        def interrupted():
+            try: say(run_in_child(signals, {{"pid": os.getpid(), "signal": {number:d}}}))
+            except TimeIsUp: say(look() == before)
+        interrupted()
+        leave = threading.Event()
+        thread = threading.Thread(target=leave.wait)
+        thread.start()  # from here on an interpreter is started, and nothing is forked
+        interrupted()
+        leave.set(); thread.join()
+        say(run_in_child(lambda ctx: ctx.payload, 5).result)
+        """,
+        url=site.server.url,
+        api_key=site.server.api_key,
+    ) as running:
+        assert running.wait() == (0, ["True", "True", "5"])
+
+
 # --- programs and fixtures --------------------------------------------------------------------------------------------
 
 
@@ -325,6 +451,24 @@ def test_the_supervisor_sees_no_settings_of_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("STATE_DIRECTORY", "/nowhere")
     with embedded_server() as server, supervisor(f"{__name__}:app", server, queue=["work"]) as running:
         assert isinstance(running, RunningSupervisor)
+
+
+@pytest.mark.parametrize("level", ["warning", "error"])
+def test_a_supervisor_that_says_little_is_ready_too(level: str) -> None:
+    with embedded_server() as server, supervisor(f"{__name__}:app", server, queue=["work"], log_level=level) as running:
+        assert running.events("supervisor_started") == []
+        job = server.client.jobs.create(queue_name="work", payload={"n": 2})
+        assert server.wait_for_job(job.id).result["doubled"] == 4
+
+
+@pytest.mark.parametrize("name", ["api_url", "state_dir", "http_listen", "log_format"])
+def test_an_option_that_is_fixed_is_refused_and_not_overridden(name: str) -> None:
+    with (
+        embedded_server() as server,
+        pytest.raises(ValueError, match=f"which sets it by itself: {name}"),
+        supervisor(f"{__name__}:app", server, **{name: "off"}),
+    ):
+        pass
 
 
 def test_the_example_of_the_readme(tmp_path: Path) -> None:

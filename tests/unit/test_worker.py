@@ -75,6 +75,20 @@ def test_everything_that_is_wrong_is_told_at_once_by_the_name_of_its_argument() 
     }
 
 
+@pytest.mark.parametrize("metadata", [{"a=b": "c"}, {"a": None}, {"a": 1}, {1: "a"}])
+def test_metadata_that_the_daemon_could_not_be_given_is_refused(metadata: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(metadata=metadata)
+    assert caught.value.problems == [f"metadata: {metadata!r} must be K=V"]
+    make(metadata={"a": "b=c"})
+
+
+def test_auto_is_no_number_of_children() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(concurrency="auto", child_nice=True)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["procs", "child_nice"]
+
+
 def test_nothing_is_taken_from_the_environment_but_the_clients_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -458,13 +472,65 @@ def test_stop_signals_reach_the_loop_and_the_handlers_come_back() -> None:
     assert {number: signal.getsignal(number) for number in hosting.STOP_SIGNALS} == before
 
 
+def test_what_a_signal_handler_raises_is_handed_over_and_the_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    told: list[BaseException] = []
+
+    def own(number: int, _frame: object) -> None:
+        raise ValueError(number)
+
+    def other(*_: object) -> None: ...
+
+    try:
+        signal.signal(signal.SIGUSR1, own)
+        signal.signal(signal.SIGUSR2, own)
+        with hosting.handing_over(told.append) as raised:
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(os.getpid(), number)
+            signal.signal(signal.SIGUSR2, other)
+        assert [error.args for error in raised] == [(signal.SIGUSR1,), (signal.SIGUSR2,)]
+        assert told == raised[:1]
+        assert signal.getsignal(signal.SIGUSR1) is own
+        assert signal.getsignal(signal.SIGUSR2) is other
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_a_fork_of_the_programs_own_raises_what_its_signal_handler_raises() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def own(*_: object) -> None:
+        raise ValueError
+
+    try:
+        signal.signal(signal.SIGUSR1, own)
+        with hosting.handing_over(lambda error: None) as raised:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                except ValueError:
+                    os._exit(7)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert raised == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_in_another_thread_signals_are_left_alone() -> None:
     loop = asyncio.new_event_loop()
     before = signal.getsignal(signal.SIGTERM)
     seen: list[Any] = []
 
     def look() -> None:
-        with hosting.stop_signals(loop, lambda number: None), hosting.waitable_children():
+        with (
+            hosting.handing_over(lambda error: None),
+            hosting.stop_signals(loop, lambda number: None),
+            hosting.waitable_children(),
+        ):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=look)
