@@ -99,7 +99,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from spooled_supervisor.telemetry import logs
     from spooled_supervisor.telemetry.systemd import Notifier
 
-    _make_room_for_descriptors(config.pool.procs)
     faulthandler.enable(2)  # the watchdog's SIGABRT leaves a traceback; by number, as sys.stderr may be None
     kernel.widen_signal_stack()
     kernel.set_child_subreaper(True)
@@ -116,23 +115,12 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         os._exit(code)  # not through the runner's end: it would wait for a resolver's thread
 
 
-def _make_room_for_descriptors(procs: int) -> None:
-    """Each child takes five descriptors of ours; the usual limit of 1024 is enough for 190. It may be raised so far."""
-    import resource
-
-    wanted = 10 * procs + 512
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-
-
 def check(argv: list[str], env: Mapping[str, str]) -> int:
     """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing.
 
     `--online` tries the key at the service as well, if nothing is wrong with the options.
     """
-    from spooled_supervisor import cgroups
+    from spooled_supervisor import cgroups, descriptors
     from spooled_supervisor import config as configuration
     from spooled_supervisor.checking import app_problems, online_problems
 
@@ -145,6 +133,8 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
         problems.add(problem)
     for problem in online_problems(config) if is_online else []:
         problems.add(problem)
+    if lack := descriptors.make_room(config.pool.procs):
+        problems.add(f"procs: {lack}")
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")

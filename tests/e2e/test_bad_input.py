@@ -124,6 +124,23 @@ def check(cwd: Path, options: Sequence[str] = (), env: dict[str, str] | None = N
     return run_line(line, env=environment(KEY) | (env or {}), cwd=cwd, state_dir=cwd / "state")
 
 
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_children_that_the_limit_of_open_files_does_not_let_in_are_told_before_anything_starts(
+    tmp_path: Path, command: str
+) -> None:
+    write_app(tmp_path, GOOD_APP)
+    line = [sys.executable, "-m", "spooled_supervisor", command, "--app", "myjobs", "--api-url", "http://127.0.0.1:9"]
+    line += ["--state-dir", str(tmp_path / "state"), "--http-listen", "off", "--procs", "118"]
+    done = run_line(
+        ["/usr/bin/env", "prlimit", "--nofile=64", *line],
+        env=environment(KEY),
+        cwd=tmp_path,
+        state_dir=tmp_path / "state",
+    )
+    assert_complains(done, 78, "procs: 118 children do not fit into the limit of 64 open files", "LimitNOFILE=")
+    assert "fork_server_started" not in done.output
+
+
 def test_check_of_a_good_app_exits_0_and_starts_nothing(tmp_path: Path) -> None:
     done = check(write_app(tmp_path, GOOD_APP))
     assert_complains(done, 0, "ok: myjobs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -197,23 +196,3 @@ def test_run_is_the_command_if_none_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.dispatch(["run", "--procs", "4"], {}) == 7
     assert cli.dispatch([], {}) == 7
     assert ran == [["--procs", "4"], ["--procs", "4"], []]
-
-
-@pytest.mark.parametrize(
-    ("procs", "soft", "hard", "expected"),
-    [
-        (4, 1024, 4096, None),
-        (100, 1024, 4096, (1512, 4096)),
-        (1000, 1024, 4096, (4096, 4096)),
-        (1000, 1024, resource.RLIM_INFINITY, (10512, resource.RLIM_INFINITY)),
-        (1000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
-    ],
-)
-def test_many_children_get_the_descriptors_that_they_take(
-    monkeypatch: pytest.MonkeyPatch, procs: int, soft: int, hard: int, expected: tuple[int, int] | None
-) -> None:
-    made: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
-    cli._make_room_for_descriptors(procs)
-    assert made == ([] if expected is None else [expected])
