@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -471,11 +472,16 @@ def control_sockets(flags: argparse.Namespace, env: Mapping[str, str], *, root: 
     keys = ("app", "state_dir", "control_socket")
     values = {key: parse_option(OPTIONS[key], sources.settings.get(key), problems) for key in keys}
     problems.raise_if_any()
-    if any(values.values()):
-        return [_control_socket(values, env)]
-    users = [_directory(env, "XDG_RUNTIME_DIR"), _state_home(env)]
-    homes = [home / "spooled-supervisor" for home in (*users, root / "run", root / "var/lib") if home]
-    return sorted({path for home in homes for shape in ("*.sock", "*/control.sock") for path in home.glob(shape)})
+    return [_control_socket(values, env)] if any(values.values()) else usual_sockets(env, root=root)
+
+
+def usual_sockets(env: Mapping[str, str], *, root: Path = Path("/")) -> list[Path]:
+    """What is there in the usual places of this user and of units, whose directories may be called
+    `spooled-supervisor-2`. Somebody need not listen."""
+    homes = (_directory(env, "XDG_RUNTIME_DIR"), _state_home(env), root / "run", root / "var/lib")
+    shapes = ("spooled-supervisor*/*.sock", "spooled-supervisor*/*/control.sock")
+    # Not Path.glob: what lies behind one directory that may not be entered is lost to it.
+    return sorted({home / name for home in homes if home for shape in shapes for name in glob(shape, root_dir=home)})
 
 
 def _state_dir(values: Mapping[str, Any], env: Mapping[str, str]) -> Path:

@@ -207,6 +207,19 @@ def _remove_dead(path: str, shown: Path) -> None:
     raise OSError(98, f"another supervisor listens on {shown.name}")
 
 
+def may_listen(path: Path) -> bool:
+    """Whether somebody may listen there: a killed supervisor leaves its file. Who cannot be asked may well live."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, reachable(path) as name:
+            probe.settimeout(PROBE_LIMIT_S)
+            probe.connect(name)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
     """For a command line: one request, its answer. Raises OSError (nobody is there), ValueError (no sense)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock, reachable(path) as name:

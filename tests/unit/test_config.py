@@ -825,6 +825,8 @@ def test_sockets_in_the_usual_places_are_found_when_no_option_says_which(tmp_pat
     names = [
         "run/spooled-supervisor/control.sock",
         "run/spooled-supervisor/blue/control.sock",
+        "run/spooled-supervisor-2/control.sock",
+        "var/lib/spooled-supervisor-3/control.sock",
         "user/spooled-supervisor/a.sock",
         "state/spooled-supervisor/b/control.sock",
         "var/lib/spooled-supervisor/c/control.sock",
