@@ -26,6 +26,9 @@ usage: spooled-supervisor [run] [options]      run the daemon
        spooled-supervisor --version
 """
 
+EARLY_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGTSTP)
+"""Those of `supervisor.COMMAND_SIGNALS` and their kin, for the time before its loop takes them."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script. Never returns: the process ends here, whatever threads are left (a resolver, say)."""
@@ -82,6 +85,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     # Before anything slow: a stop that comes now finds nothing to stop, and PID 1 would ignore it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, lambda *_: os._exit(EX_OK))
+    # What asks a running daemon for something would end or stop one that is not there yet. Not SIG_IGN: it is kept over
+    # exec.
+    for number in EARLY_SIGNALS:
+        signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting for children impossible
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _open_standard_streams()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from spooled_supervisor.errors import (
     CredentialsRefused,
     ProtocolError,
 )
+from spooled_supervisor.supervisor import COMMAND_SIGNALS, UNUSED_SIGNALS
 
 
 class Ended(BaseException):
@@ -196,3 +199,24 @@ def test_run_is_the_command_if_none_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.dispatch(["run", "--procs", "4"], {}) == 7
     assert cli.dispatch([], {}) == 7
     assert ran == [["--procs", "4"], ["--procs", "4"], []]
+
+
+EARLY = """
+import os, signal
+from spooled_supervisor import cli, config
+
+def load(*args, **options):  # the first thing that takes long
+    number = {number}
+    handled = callable(signal.getsignal(number))  # exec passes on SIG_IGN
+    os.kill(os.getpid(), number)
+    os._exit(0 if handled else 1)
+
+config.load = load
+cli.run([], {{}})
+"""
+
+
+@pytest.mark.parametrize("number", [*COMMAND_SIGNALS, *UNUSED_SIGNALS, signal.SIGTSTP])
+def test_a_signal_that_comes_before_there_is_a_daemon_neither_ends_nor_stops_it(number: signal.Signals) -> None:
+    line = [sys.executable, "-c", EARLY.format(number=int(number))]
+    assert subprocess.run(line, timeout=30, check=False).returncode == 0
