@@ -129,7 +129,7 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     """
     from spooled_supervisor import cgroups, descriptors
     from spooled_supervisor import config as configuration
-    from spooled_supervisor.checking import app_problems, online_problems
+    from spooled_supervisor.checking import app_problems, online_problem
 
     is_online = "--online" in argv
     parser = configuration.make_parser(prog="spooled-supervisor check", usage="%(prog)s [options]")
@@ -138,10 +138,13 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     is_online = is_online and not problems
     for problem in app_problems(config) if config.app else []:
         problems.add(problem)
-    for problem in online_problems(config) if is_online else []:
-        problems.add(problem)
+    offline = online_problem(config) if is_online else None
     if lack := descriptors.make_room(config.pool.procs):
         problems.add(f"procs: {lack}")
+    if offline is not None and not problems:
+        raise offline
+    if offline is not None:
+        problems.add(str(offline))
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")

@@ -228,9 +228,11 @@ class _Sources:
     @classmethod
     def read(cls, flags: Settings, env: Mapping[str, str], problems: Problems) -> _Sources:
         said = read_env(env) | flags
-        path = parse_option(OPTIONS["config"], said.get("config"), problems)
+        named = said.get("config")
+        path = parse_option(OPTIONS["config"], named, problems)
         config_file = _absolute(path, env) if path else None
-        file = read_file(config_file, problems) if config_file else FileSettings({}, {})
+        is_flag = named is not None and named.is_flag
+        file = read_file(config_file, problems, is_flag=is_flag) if config_file else FileSettings({}, {})
         return cls(file.settings | said, file.queues, config_file)
 
 
@@ -380,7 +382,8 @@ def _find_api_key(
         try:
             text = read_key(path) if path else env.get("SPOOLED_API_KEY", "")
         except OSError as error:
-            problems.add(f"{where}: {path} cannot be read: {error.strerror}")
+            is_usage = setting is not None and setting.is_flag and where == setting.where
+            problems.add(f"{where}: {path} cannot be read: {error.strerror}", is_usage=is_usage)
             return Secret(""), path
         if key := text.strip():
             if not can_be_key(key):
@@ -429,7 +432,8 @@ def _check_certificates(path: Path, setting: Setting, problems: Problems) -> Non
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:  # SSLError is one
-        problems.add(f"{setting.where}: {path} cannot be used as PEM certificates: {error.strerror or error}")
+        because = f"cannot be used as PEM certificates: {error.strerror or error}"
+        problems.add(f"{setting.where}: {path} {because}", is_usage=setting.is_flag)
 
 
 # --- what follows from other options, or from the machine -----------------------------------------------------------
