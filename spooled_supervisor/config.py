@@ -59,6 +59,9 @@ MIN_CHILD_BYTES = 32 * 2**20
 KEY_LIMIT_BYTES = 4096
 """More does not fit into the header that carries it, with any common server."""
 
+ARGUMENTS = {"procs": "concurrency", "worker_version": "version", "queues": "queue_name", "api_url": "base_url"}
+"""What a program calls an option, where that is not the option's key."""
+
 
 class Secret:
     """A text that shows itself only to who asks for it by name."""
@@ -198,10 +201,10 @@ def examine(
 def of_values(values: Mapping[str, Any], *, api_key: str) -> Config:
     """The configuration that a program asks for: values by key as in the file, and nothing from anywhere else.
 
-    Raises ConfigError with every problem, each beginning with the option's key.
+    Raises ConfigError with every problem, each beginning with the name of the argument that the program has written.
     """
     problems = Problems(api_key)
-    settings = {key: Setting(value, key) for key, value in values.items()}
+    settings = {key: Setting(value, ARGUMENTS.get(key, key)) for key, value in values.items()}
     config = _Draft(_Sources(settings, {}, None), {"SPOOLED_API_KEY": api_key}, problems).config(False)
     problems.raise_if_any()
     return config
