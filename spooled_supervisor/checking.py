@@ -14,7 +14,7 @@ import secrets
 from spooled_supervisor import family, timing
 from spooled_supervisor.api.transports import make_api
 from spooled_supervisor.config import Config
-from spooled_supervisor.errors import ApiRefused, ApiUnavailable, ConfigError
+from spooled_supervisor.errors import EX_UNAVAILABLE, ApiRefused, ApiUnavailable, ConfigError, CredentialsRefused
 from spooled_supervisor.events import Events
 from spooled_supervisor.forkclient import ForkServerKeeper, child_environment
 from spooled_supervisor.frames import Preload
@@ -47,13 +47,13 @@ async def _import_app(config: Config) -> list[str]:
     return []
 
 
-def online_problems(config: Config) -> list[str]:
-    """What is wrong between us and the service; empty if it is there and accepts the key."""
+def online_problem(config: Config) -> ConfigError | None:
+    """What is wrong between us and the service, if anything is, with the exit code for that alone."""
     with asyncio.Runner(loop_factory=timing.new_event_loop) as runner:
         return runner.run(_try_key(config))
 
 
-async def _try_key(config: Config) -> list[str]:
+async def _try_key(config: Config) -> ConfigError | None:
     stranger = f"check-{secrets.token_hex(8)}"
     address = config.api.url if config.api.transport == "rest" else config.api.grpc_address
     try:
@@ -66,9 +66,13 @@ async def _try_key(config: Config) -> list[str]:
                 metadata=None,
                 timeout_s=ONLINE_LIMIT_S,
             )
-    except (ApiUnavailable, ApiRefused) as error:
-        return [f"{address}: {error}"]
-    return []
+    except CredentialsRefused as error:
+        return ConfigError(f"{address}: {error}", exit_code=error.exit_code)
+    except ApiUnavailable as error:
+        return ConfigError(f"{address}: {error}", exit_code=EX_UNAVAILABLE)
+    except ApiRefused as error:
+        return ConfigError(f"{address}: {error}")
+    return None
 
 
 def preload(config: Config, generation: int) -> Preload:

@@ -26,6 +26,9 @@ usage: spooled-supervisor [run] [options]      run the daemon
        spooled-supervisor --version
 """
 
+EARLY_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGTSTP)
+"""Those of `supervisor.COMMAND_SIGNALS` and their kin, for the time before its loop takes them."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script. Never returns: the process ends here, whatever threads are left (a resolver, say)."""
@@ -82,6 +85,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     # Before anything slow: a stop that comes now finds nothing to stop, and PID 1 would ignore it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, lambda *_: os._exit(EX_OK))
+    # What asks a running daemon for something would end or stop one that is not there yet. Not SIG_IGN: it is kept over
+    # exec.
+    for number in EARLY_SIGNALS:
+        signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting for children impossible
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _open_standard_streams()
@@ -99,7 +106,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from spooled_supervisor.telemetry import logs
     from spooled_supervisor.telemetry.systemd import Notifier
 
-    _make_room_for_descriptors(config.pool.procs)
     faulthandler.enable(2)  # the watchdog's SIGABRT leaves a traceback; by number, as sys.stderr may be None
     kernel.widen_signal_stack()
     kernel.set_child_subreaper(True)
@@ -116,25 +122,14 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         os._exit(code)  # not through the runner's end: it would wait for a resolver's thread
 
 
-def _make_room_for_descriptors(procs: int) -> None:
-    """Each child takes five descriptors of ours; the usual limit of 1024 is enough for 190. It may be raised so far."""
-    import resource
-
-    wanted = 10 * procs + 512
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-
-
 def check(argv: list[str], env: Mapping[str, str]) -> int:
     """Validate the configuration and import the app, in a process of its own; tell every problem; start nothing.
 
     `--online` tries the key at the service as well, if nothing is wrong with the options.
     """
-    from spooled_supervisor import cgroups
+    from spooled_supervisor import cgroups, descriptors
     from spooled_supervisor import config as configuration
-    from spooled_supervisor.checking import app_problems, online_problems
+    from spooled_supervisor.checking import app_problems, online_problem
 
     is_online = "--online" in argv
     parser = configuration.make_parser(prog="spooled-supervisor check", usage="%(prog)s [options]")
@@ -143,8 +138,13 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     is_online = is_online and not problems
     for problem in app_problems(config) if config.app else []:
         problems.add(problem)
-    for problem in online_problems(config) if is_online else []:
-        problems.add(problem)
+    offline = online_problem(config) if is_online else None
+    if lack := descriptors.make_room(config.pool.procs):
+        problems.add(f"procs: {lack}")
+    if offline is not None and not problems:
+        raise offline
+    if offline is not None:
+        problems.add(str(offline))
     problems.raise_if_any()
     for warning in configuration.warnings(config):
         print(f"warning: {warning}")

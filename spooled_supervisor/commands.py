@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spooled_supervisor import descriptors
 from spooled_supervisor import events as ev
 from spooled_supervisor.control import Answer, Command, Refused
 from spooled_supervisor.errors import AppError
@@ -100,6 +101,8 @@ class Commands:
         procs = _whole(request["n"], "n") if "n" in request else before + _whole(request.get("step"), "step")
         if not 1 <= procs <= MAX_PROCS:
             raise Refused(f"scale {procs}: it must be a whole number from 1 to {MAX_PROCS}")
+        if procs > before and (lack := descriptors.make_room(procs)):
+            raise Refused(f"scale {procs}: {lack}")
         self._pool.scale(procs)
         self._events.emit(ev.Scaled(before, procs))
         return Answer(f"{procs} children (there were {before})")

@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ MIN_CHILD_BYTES = 32 * 2**20
 
 KEY_LIMIT_BYTES = 4096
 """More does not fit into the header that carries it, with any common server."""
+
+ARGUMENTS = {"procs": "concurrency", "worker_version": "version", "queues": "queue_name", "api_url": "base_url"}
+"""What a program calls an option, where that is not the option's key."""
 
 
 class Secret:
@@ -197,10 +201,10 @@ def examine(
 def of_values(values: Mapping[str, Any], *, api_key: str) -> Config:
     """The configuration that a program asks for: values by key as in the file, and nothing from anywhere else.
 
-    Raises ConfigError with every problem, each beginning with the option's key.
+    Raises ConfigError with every problem, each beginning with the name of the argument that the program has written.
     """
     problems = Problems(api_key)
-    settings = {key: Setting(value, key) for key, value in values.items()}
+    settings = {key: Setting(value, ARGUMENTS.get(key, key)) for key, value in values.items()}
     config = _Draft(_Sources(settings, {}, None), {"SPOOLED_API_KEY": api_key}, problems).config(False)
     problems.raise_if_any()
     return config
@@ -227,9 +231,11 @@ class _Sources:
     @classmethod
     def read(cls, flags: Settings, env: Mapping[str, str], problems: Problems) -> _Sources:
         said = read_env(env) | flags
-        path = parse_option(OPTIONS["config"], said.get("config"), problems)
+        named = said.get("config")
+        path = parse_option(OPTIONS["config"], named, problems)
         config_file = _absolute(path, env) if path else None
-        file = read_file(config_file, problems) if config_file else FileSettings({}, {})
+        is_flag = named is not None and named.is_flag
+        file = read_file(config_file, problems, is_flag=is_flag) if config_file else FileSettings({}, {})
         return cls(file.settings | said, file.queues, config_file)
 
 
@@ -379,7 +385,8 @@ def _find_api_key(
         try:
             text = read_key(path) if path else env.get("SPOOLED_API_KEY", "")
         except OSError as error:
-            problems.add(f"{where}: {path} cannot be read: {error.strerror}")
+            is_usage = setting is not None and setting.is_flag and where == setting.where
+            problems.add(f"{where}: {path} cannot be read: {error.strerror}", is_usage=is_usage)
             return Secret(""), path
         if key := text.strip():
             if not can_be_key(key):
@@ -428,7 +435,8 @@ def _check_certificates(path: Path, setting: Setting, problems: Problems) -> Non
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:  # SSLError is one
-        problems.add(f"{setting.where}: {path} cannot be used as PEM certificates: {error.strerror or error}")
+        because = f"cannot be used as PEM certificates: {error.strerror or error}"
+        problems.add(f"{setting.where}: {path} {because}", is_usage=setting.is_flag)
 
 
 # --- what follows from other options, or from the machine -----------------------------------------------------------
@@ -471,11 +479,16 @@ def control_sockets(flags: argparse.Namespace, env: Mapping[str, str], *, root: 
     keys = ("app", "state_dir", "control_socket")
     values = {key: parse_option(OPTIONS[key], sources.settings.get(key), problems) for key in keys}
     problems.raise_if_any()
-    if any(values.values()):
-        return [_control_socket(values, env)]
-    users = [_directory(env, "XDG_RUNTIME_DIR"), _state_home(env)]
-    homes = [home / "spooled-supervisor" for home in (*users, root / "run", root / "var/lib") if home]
-    return sorted({path for home in homes for shape in ("*.sock", "*/control.sock") for path in home.glob(shape)})
+    return [_control_socket(values, env)] if any(values.values()) else usual_sockets(env, root=root)
+
+
+def usual_sockets(env: Mapping[str, str], *, root: Path = Path("/")) -> list[Path]:
+    """What is there in the usual places of this user and of units, whose directories may be called
+    `spooled-supervisor-2`. Somebody need not listen."""
+    homes = (_directory(env, "XDG_RUNTIME_DIR"), _state_home(env), root / "run", root / "var/lib")
+    shapes = ("spooled-supervisor*/*.sock", "spooled-supervisor*/*/control.sock")
+    # Not Path.glob: what lies behind one directory that may not be entered is lost to it.
+    return sorted({home / name for home in homes if home for shape in shapes for name in glob(shape, root_dir=home)})
 
 
 def _state_dir(values: Mapping[str, Any], env: Mapping[str, str]) -> Path:

@@ -104,10 +104,8 @@ class ControlSocket:
         try:
             pid = _peer_pid(writer)
             while line := await asyncio.wait_for(reader.readline(), READ_TIMEOUT_S):
-                if descends_from(pid, os.getpid()):
-                    answer = Answer("refused: a job may not control its supervisor", ok=False)
-                else:
-                    answer = await self._answer(line)
+                refusal = _refusal_of(pid)
+                answer = Answer(f"refused: {refusal}", ok=False) if refusal else await self._answer(line)
                 writer.write(answer.line())
                 await asyncio.wait_for(writer.drain(), READ_TIMEOUT_S)
         except (OSError, ValueError, TimeoutError):  # ValueError: a line without an end
@@ -129,12 +127,22 @@ class ControlSocket:
             return Answer(str(refused), ok=False)
 
 
+def _refusal_of(pid: int) -> str | None:
+    """Why this peer may not command us, if so."""
+    try:
+        return "a job may not control its supervisor" if descends_from(pid, os.getpid()) else None
+    except OSError as error:
+        return f"who asks cannot be told from a job, as no file can be opened: {error.strerror}"
+
+
 def descends_from(pid: int, ancestor: int) -> bool:
     """Whether the process is below this one (proc_pid_stat(5), ppid). Of another PID namespace, pid 0, it is not.
 
     One that has ended may have been: whoever has a right to ask waits for the answer. One that is hidden from us
     (proc(5), hidepid) is another user's, and our jobs are not; but a job can hide as well (PR_SET_DUMPABLE). Who may
     be signalled is of our own user, and not believed.
+
+    Raises OSError where nothing can be read for want of a descriptor.
     """
     if pid == 0:
         return False
@@ -142,6 +150,7 @@ def descends_from(pid: int, ancestor: int) -> bool:
     for _ in range(MAX_DEPTH):
         found = read_stat(at)
         if found is None:
+            os.close(os.open("/", os.O_PATH | os.O_CLOEXEC))  # EMFILE, ENFILE
             refusal = _signal_refusal(at)
             if refusal != errno.ESRCH or at == pid:
                 return refusal != errno.EPERM
@@ -196,6 +205,19 @@ def _remove_dead(path: str, shown: Path) -> None:
             os.unlink(path)
             return
     raise OSError(98, f"another supervisor listens on {shown.name}")
+
+
+def may_listen(path: Path) -> bool:
+    """Whether somebody may listen there: a killed supervisor leaves its file. Who cannot be asked may well live."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, reachable(path) as name:
+            probe.settimeout(PROBE_LIMIT_S)
+            probe.connect(name)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:

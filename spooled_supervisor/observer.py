@@ -228,6 +228,7 @@ class Observer:
             procs=len(self._pool.slots),
             generation=self._keeper.generation,
             quiet_reason=standing.quiet_reason,
+            held_back=standing.pressure,
             failures=self._history.failures,
             throughput=self._history.throughput(),
             leases=tuple(_lease(lease, at) for lease in heapq.nsmallest(MAX_LEASES, self._leases, _end_of)),

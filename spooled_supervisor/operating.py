@@ -1,21 +1,21 @@
 """`status` and `ctl`: the command line's end of the control socket.
 
 Which socket is meant is told by the same options as the daemon's (`--app`, `--state-dir`, `--control-socket`), or by
-what is found in the usual places if there is just one. Exit codes: 0 done, 1 refused or failed, 64 usage, 69 nobody
-is there.
+what is found in the usual places if just one listens there. Exit codes: 0 done, 1 refused or failed, 64 usage, 69
+nobody is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spooled_supervisor import config as configuration
 from spooled_supervisor.config import OptionParser
-from spooled_supervisor.control import ask
+from spooled_supervisor.control import ask, may_listen
 from spooled_supervisor.errors import EX_FAILURE, EX_OK, EX_UNAVAILABLE, EX_USAGE, ConfigError
 
 WHERE = ("app", "state_dir", "control_socket", "config")
@@ -44,7 +44,7 @@ def run_status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         first = [fetch()]
     except (OSError, ValueError) as error:
-        return _complain(path, error)
+        return _complain(path, error, env)
     return statusview.show(
         lambda: first.pop() if first else fetch(), watch=flags.watch, as_json=flags.json, stream=sys.stdout
     )
@@ -60,7 +60,7 @@ def run_ctl(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         answer = ask(path, _request(flags), timeout_s=limit_s)
     except (OSError, ValueError) as error:
-        return _complain(path, error)
+        return _complain(path, error, env)
     is_ok = answer.get("ok") is True
     print(printable_lines(str(answer.get("text", ""))), file=sys.stdout if is_ok else sys.stderr)
     return EX_OK if is_ok else EX_FAILURE
@@ -96,6 +96,8 @@ def _request(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _socket(flags: argparse.Namespace, env: Mapping[str, str]) -> Path:
     paths = configuration.control_sockets(flags, env)
+    if len(paths) > 1:
+        paths = list(filter(may_listen, paths))
     if len(paths) == 1:
         return paths[0]
     if not paths:
@@ -103,17 +105,30 @@ def _socket(flags: argparse.Namespace, env: Mapping[str, str]) -> Path:
             "no supervisor was found; say which one with --app, --state-dir or --control-socket",
             exit_code=EX_UNAVAILABLE,
         )
-    found = "".join(f"\n  --control-socket {path}" for path in paths)
-    raise ConfigError(f"several supervisors were found; say which one is meant:{found}", exit_code=EX_USAGE)
+    raise ConfigError(f"several supervisors were found; say which one is meant:{_listed(paths)}", exit_code=EX_USAGE)
 
 
-def _complain(path: Path, error: Exception) -> int:
-    print(f"spooled-supervisor: {path}: {_why(error)}", file=sys.stderr)
+def _listed(paths: Iterable[Path]) -> str:
+    return "".join(f"\n  --control-socket {path}" for path in paths)
+
+
+def _complain(path: Path, error: Exception, env: Mapping[str, str]) -> int:
+    """Where nobody listens, what does elsewhere is named and not taken: `ctl stop --app a` must not stop another app.
+
+    A unit's daemon listens in its RUNTIME_DIRECTORY, which neither app nor file tells.
+    """
+    others = list(filter(may_listen, configuration.usual_sockets(env))) if _is_nobody_there(error) else []
+    hint = f"; listening elsewhere:{_listed(others)}" if others else ""
+    print(f"spooled-supervisor: {path}: {_why(error)}{hint}", file=sys.stderr)
     return EX_UNAVAILABLE
 
 
+def _is_nobody_there(error: Exception) -> bool:
+    return isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+
+
 def _why(error: Exception) -> str:
-    if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+    if _is_nobody_there(error):
         return "no supervisor listens there"
     if isinstance(error, TimeoutError):
         return "it does not answer"

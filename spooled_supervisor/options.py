@@ -348,6 +348,12 @@ _SECRETS = [
 """What may be a key in the wrong place, the credentials of a URL, and its query."""
 
 
+def _without_secrets(text: str) -> str:
+    for pattern, substitute in _SECRETS:
+        text = pattern.sub(substitute, text)
+    return text
+
+
 class Problems:
     """Collects what is wrong, one line each, without ever repeating a secret."""
 
@@ -374,10 +380,7 @@ class Problems:
             raise ConfigError(self._lines, exit_code=EX_USAGE if self._is_usage else EX_CONFIG)
 
     def _redacted(self, text: str) -> str:
-        text = text.replace(self._secret, "***") if len(self._secret) >= 8 else text
-        for pattern, substitute in _SECRETS:
-            text = pattern.sub(substitute, text)
-        return text
+        return _without_secrets(text.replace(self._secret, "***") if len(self._secret) >= 8 else text)
 
 
 def parse(kind: Kind, setting: Setting, value: Any, problems: Problems) -> Any:
@@ -426,14 +429,30 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 # --- flags ----------------------------------------------------------------------------------------------------------
 
 
+_KEY_FLAG = "--api-key"
+_NO_KEY_FLAG = (
+    f"{_KEY_FLAG}: no such flag, since anyone on the machine can read a command line; "
+    "use SPOOLED_API_KEY or --api-key-file"
+)
+
+
 class OptionParser(argparse.ArgumentParser):
-    """An ArgumentParser that knows no abbreviations and raises ConfigError (exit 64) instead of ending the process."""
+    """An ArgumentParser that knows no abbreviations and raises ConfigError (exit 64) instead of ending the process.
+
+    A message never repeats a key: neither one that looks like it nor the word after `--api-key`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        is_given = any(word.partition("=")[0] == _KEY_FLAG for word in args or ())
+        if is_given and _KEY_FLAG not in self._option_string_actions:  # the embedded server has one
+            self.error(_NO_KEY_FLAG)
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, exit_code=EX_USAGE)
+        raise ConfigError(_without_secrets(message), exit_code=EX_USAGE)
 
 
 class OptionHelp(argparse.RawDescriptionHelpFormatter):
@@ -498,9 +517,8 @@ def _report_unknown(words: Sequence[str], problems: Problems) -> None:
     is_value_due = False
     for word in words:
         name, equals, _ = word.partition("=")
-        if name == "--api-key":
-            problems.add("--api-key: no such flag, since anyone on the machine can read a command line; "
-                         "use SPOOLED_API_KEY or --api-key-file", is_usage=True)  # fmt: skip
+        if name == _KEY_FLAG:
+            problems.add(_NO_KEY_FLAG, is_usage=True)
         elif word.startswith("-") and word != "--":
             problems.add(f"{name}: no such flag{did_you_mean(name, flags)}", is_usage=True)
         elif word != "--" and not is_value_due:
@@ -537,13 +555,13 @@ class FileSettings:
     queues: dict[str, Settings]  # by queue: what its [queues.NAME] table says
 
 
-def read_file(path: Path, problems: Problems) -> FileSettings:
-    """What a TOML file says. A relative path in it is taken from the file's own directory."""
+def read_file(path: Path, problems: Problems, *, is_flag: bool = False) -> FileSettings:
+    """What a TOML file says. A relative path in it is taken from the file's own directory. `is_flag` named it."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         document = tomllib.loads(text)
     except OSError as error:
-        problems.add(f"{path}: cannot be read: {error.strerror}")
+        problems.add(f"{path}: cannot be read: {error.strerror}", is_usage=is_flag)
     except UnicodeDecodeError:
         problems.add(f"{path}: is not UTF-8 text")
     except (ValueError, RecursionError) as error:

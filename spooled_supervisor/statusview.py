@@ -86,6 +86,7 @@ def _watch(fetch: Callable[[], dict[str, Any]], *, as_json: bool, stream: TextIO
         return _complain(error)
     lost = ""
     with _Screen(stream) as screen:
+        screen.enter()
         while True:
             width, height = _size(stream)
             screen.draw(render(status, width=width, colour=_has_colour(stream), lost=lost).splitlines(), height)
@@ -128,7 +129,6 @@ class _Screen:
         ends = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_end)
         for number, handler in {**ends, signal.SIGTSTP: self._on_stop}.items():
             self._handlers[number] = signal.signal(number, handler)
-        _write(self._stream, ENTER_SCREEN)
         return self
 
     def __exit__(
@@ -142,6 +142,10 @@ class _Screen:
             _write(self._stream, LEAVE_SCREEN)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def enter(self) -> None:
+        """Go to the other screen. Not in `__enter__`: what ends us there would leave us on it."""
+        _write(self._stream, ENTER_SCREEN)
 
     def draw(self, lines: Sequence[str], height: int) -> None:
         """One frame; what does not fit is left out and counted."""
@@ -161,7 +165,7 @@ class _Screen:
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)  # until SIGCONT; the kernel ignores it where no shell could send that
             signal.signal(signal.SIGTSTP, self._on_stop)
-            _write(self._stream, ENTER_SCREEN)
+            self.enter()
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:
         if not self._is_leaving:

@@ -24,7 +24,7 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-from spooled_supervisor import __version__, family, frames, kernel, processes
+from spooled_supervisor import __version__, descriptors, family, frames, kernel, processes
 from spooled_supervisor import events as ev
 from spooled_supervisor.api.events import JobEvents
 from spooled_supervisor.api.gate import RateGate
@@ -153,8 +153,9 @@ class Supervisor:
     async def run(self) -> int:
         """Boot, work until told to stop, drain, stop; the exit code.
 
-        Raises AppError (the app cannot be imported), ConfigError (the listener cannot be bound), CredentialsRefused
-        (the service does not know the key, and never has); an ExceptionGroup is a bug in one of the parts.
+        Raises AppError (the app cannot be imported), ConfigError (too many children for the limit of open files, the
+        listener cannot be bound), CredentialsRefused (the service does not know the key, and never has); an
+        ExceptionGroup is a bug in one of the parts.
         """
         self._set_title()
         refusal: ConfigError | CredentialsRefused | None = None
@@ -173,6 +174,8 @@ class Supervisor:
 
     async def _walk(self, stack: contextlib.AsyncExitStack) -> int:
         config = self._config
+        if lack := descriptors.make_room(config.pool.procs):
+            raise ConfigError(f"{'procs' if self._guest is None else 'concurrency'}: {lack}")
         metrics = Metrics(self._events, self.snapshot, log_lines_dropped=lambda: self._log.dropped)
         if config.http_listen is not None:
             host, port = config.http_listen

@@ -29,7 +29,7 @@ LAYERS = (
     "exits processes cgroups hunt family resources tidy",
     "outbox poison",
     "rates wording output childmetrics childloop child forkserver forkclient copies",
-    "childcgroups childlink plan graveyard pool",
+    "childcgroups childlink plan descriptors graveyard pool",
     "troubles proto.*",
     "api.__init__ api.gate api.answers api.values api.messages api.claims api.service api.wire api.httpx_wire",
     "api.exchange api.rest api.grpc_answers api.grpc_wire api.grpc_library api.grpc api.grpc_process",

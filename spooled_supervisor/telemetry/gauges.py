@@ -51,6 +51,7 @@ def gauges(now: Snapshot, queue_label: Callable[[str], str]) -> Iterator[Metric]
     yield _plain("heartbeat_age_seconds", "Time since the service took a heartbeat.", now.heartbeat_age_s)
     yield _plain("registered", "Whether the service knows this worker.", now.registered)
     yield _plain("quiet", "Whether claiming is switched off.", now.quiet)
+    yield _plain("held_back", "Whether nothing is claimed for load or memory pressure.", now.held_back is not None)
     yield _plain("ready", "Whether a job would be taken now, as /readyz says.", not now.reasons)
     yield _plain("healthy", "Whether nothing is broken, as /health says.", not now.unhealthy)
 

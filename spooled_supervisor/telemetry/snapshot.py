@@ -110,6 +110,7 @@ class Snapshot:
     procs: int
     generation: int
     quiet_reason: str | None = None
+    held_back: str | None = None  # the limit of load or memory pressure that is exceeded
     failures: tuple[FailureSnapshot, ...] = ()  # the newest first
     throughput: tuple[tuple[float, int, int], ...] = ()  # buckets, the oldest first: their begin, jobs done, failed
     leases: tuple[LeaseSnapshot, ...] = ()  # at most MAX_LEASES

@@ -49,8 +49,10 @@ def test_above_the_load_limit_nothing_is_claimed_and_readyz_says_so(site: Site) 
         worker.wait_for_event("heartbeat_sent")
         assert site.client.job(waiting)["status"] == "pending", worker.tail()
         assert not worker.events("job_claimed", after=beats)
-        claims = [n for name, n in worker.metrics().items() if name.startswith("spooled_supervisor_claims_total")]
+        metrics = worker.metrics()
+        claims = [n for name, n in metrics.items() if name.startswith("spooled_supervisor_claims_total")]
         assert claims == [0.0], "not even the first one"
+        assert metrics["spooled_supervisor_held_back"] == 1
         assert worker.stop() == 0
 
 

@@ -124,6 +124,23 @@ def check(cwd: Path, options: Sequence[str] = (), env: dict[str, str] | None = N
     return run_line(line, env=environment(KEY) | (env or {}), cwd=cwd, state_dir=cwd / "state")
 
 
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_children_that_the_limit_of_open_files_does_not_let_in_are_told_before_anything_starts(
+    tmp_path: Path, command: str
+) -> None:
+    write_app(tmp_path, GOOD_APP)
+    line = [sys.executable, "-m", "spooled_supervisor", command, "--app", "myjobs", "--api-url", "http://127.0.0.1:9"]
+    line += ["--state-dir", str(tmp_path / "state"), "--http-listen", "off", "--procs", "118"]
+    done = run_line(
+        ["/usr/bin/env", "prlimit", "--nofile=64", *line],
+        env=environment(KEY),
+        cwd=tmp_path,
+        state_dir=tmp_path / "state",
+    )
+    assert_complains(done, 78, "procs: 118 children do not fit into the limit of 64 open files", "LimitNOFILE=")
+    assert "fork_server_started" not in done.output
+
+
 def test_check_of_a_good_app_exits_0_and_starts_nothing(tmp_path: Path) -> None:
     done = check(write_app(tmp_path, GOOD_APP))
     assert_complains(done, 0, "ok: myjobs")
@@ -209,9 +226,9 @@ def test_key_file_without_a_key_exits_78_and_shows_none_of_it(tmp_path: Path, co
     assert "two words" not in done.output
 
 
-def test_key_file_that_is_not_there_exits_78(tmp_path: Path) -> None:
+def test_key_file_that_is_not_there_exits_64(tmp_path: Path) -> None:
     done = run_to_end("modes", api_key=None, options=["--api-key-file", str(tmp_path / "gone")])
-    assert_complains(done, 78, str(tmp_path / "gone"), "No such file")
+    assert_complains(done, 64, str(tmp_path / "gone"), "No such file")
 
 
 def test_key_on_the_command_line_is_refused_and_not_repeated() -> None:
@@ -225,6 +242,36 @@ def test_refused_key_exits_77(stub: StubApi) -> None:
     assert_complains(done, 77, "401")
     assert "wrong_but_well_formed" not in done.output
     assert len(stub.requests) < 20
+
+
+@pytest.mark.parametrize("command", ["status", "ctl quiet", "ctl", "export", "export config", "demo"])
+@pytest.mark.parametrize("key", ["--api-key sp_live_very_secret", "--api-key=very_secret", "--api-key very_secret"])
+def test_key_on_any_command_line_is_refused_and_not_repeated(tmp_path: Path, command: str, key: str) -> None:
+    line = [sys.executable, "-m", "spooled_supervisor", *command.split(), *key.split()]
+    done = run_line(line, env=environment(KEY), state_dir=tmp_path, cwd=tmp_path)
+    assert_complains(done, 64, "--api-key: no such flag", "SPOOLED_API_KEY")
+    assert "very_secret" not in done.output
+
+
+def test_a_word_that_looks_like_a_key_is_not_repeated(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "spooled_supervisor", "status", "sp_live_very_secret"]
+    done = run_line(line, env=environment(KEY), state_dir=tmp_path, cwd=tmp_path)
+    assert_complains(done, 64, "unrecognized arguments: sp_live_***")
+
+
+def test_check_online_exits_77_of_a_refused_key_and_69_where_no_service_answers(stub: StubApi, tmp_path: Path) -> None:
+    write_app(tmp_path, GOOD_APP)
+    online = ["--online", "--api-url", stub.url]
+    good, wrong = {"SPOOLED_API_KEY": STUB_KEY}, {"SPOOLED_API_KEY": "sp_test_wrong_but_well_formed"}
+    assert_complains(check(tmp_path, online, good), 0, "ok: myjobs")
+    assert_complains(check(tmp_path, online, wrong), 77, f"{stub.url}: HTTP 401")
+    assert_complains(check(tmp_path, ["--online", "--api-url", "http://127.0.0.1:9"], good), 69, "127.0.0.1:9: ")
+
+
+def test_check_online_of_a_broken_app_and_a_refused_key_tells_both_and_exits_78(stub: StubApi, tmp_path: Path) -> None:
+    write_app(tmp_path, "raise RuntimeError('no database')")
+    done = check(tmp_path, ["--online", "--api-url", stub.url], {"SPOOLED_API_KEY": "sp_test_wrong_but_well_formed"})
+    assert_complains(done, 78, "no database", "HTTP 401")
 
 
 def test_refused_key_of_the_embedded_server_exits_77(site: Site) -> None:

@@ -267,6 +267,18 @@ def test_while_draining_everything_that_would_change_it_is_refused(site: Site) -
 # --- scale ------------------------------------------------------------------------------------------------------------
 
 
+def test_more_children_than_descriptors_allow_are_refused_and_nothing_is_disturbed(site: Site) -> None:
+    with site.worker(wrap=["prlimit", "--nofile=67"]) as worker:
+        worker.wait_until_running()
+        assert "scale 118: 118 children do not fit into the limit of 67 open files" in refused(worker, "scale", n=118)
+        worker.signal(signal.SIGTTIN)
+        reason = worker.wait_for_event("command_refused")["reason"]
+        assert "scale 3: 3 children do not fit into the limit of 67 open files" in reason
+        assert worker.readyz()[0] == 200
+        site.check_slots(worker)
+        assert not worker.events("fork_server_exited")
+
+
 @pytest.mark.parametrize("by", ["ctl", "signal"])
 def test_scale_up_and_down_while_idle(site: Site, by: str) -> None:
     with site.worker() as worker:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import resource
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from spooled_supervisor.errors import (
     CredentialsRefused,
     ProtocolError,
 )
+from spooled_supervisor.supervisor import COMMAND_SIGNALS, UNUSED_SIGNALS
 
 
 class Ended(BaseException):
@@ -199,21 +201,22 @@ def test_run_is_the_command_if_none_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert ran == [["--procs", "4"], ["--procs", "4"], []]
 
 
-@pytest.mark.parametrize(
-    ("procs", "soft", "hard", "expected"),
-    [
-        (4, 1024, 4096, None),
-        (100, 1024, 4096, (1512, 4096)),
-        (1000, 1024, 4096, (4096, 4096)),
-        (1000, 1024, resource.RLIM_INFINITY, (10512, resource.RLIM_INFINITY)),
-        (1000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
-    ],
-)
-def test_many_children_get_the_descriptors_that_they_take(
-    monkeypatch: pytest.MonkeyPatch, procs: int, soft: int, hard: int, expected: tuple[int, int] | None
-) -> None:
-    made: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
-    cli._make_room_for_descriptors(procs)
-    assert made == ([] if expected is None else [expected])
+EARLY = """
+import os, signal
+from spooled_supervisor import cli, config
+
+def load(*args, **options):  # the first thing that takes long
+    number = {number}
+    handled = callable(signal.getsignal(number))  # exec passes on SIG_IGN
+    os.kill(os.getpid(), number)
+    os._exit(0 if handled else 1)
+
+config.load = load
+cli.run([], {{}})
+"""
+
+
+@pytest.mark.parametrize("number", [*COMMAND_SIGNALS, *UNUSED_SIGNALS, signal.SIGTSTP])
+def test_a_signal_that_comes_before_there_is_a_daemon_neither_ends_nor_stops_it(number: signal.Signals) -> None:
+    line = [sys.executable, "-c", EARLY.format(number=int(number))]
+    assert subprocess.run(line, timeout=30, check=False).returncode == 0

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from spooled_supervisor import commands, timing
+from spooled_supervisor import commands, descriptors, timing
 from spooled_supervisor.commands import KILLED_TEXT, MAX_PROCS, Commands
 from spooled_supervisor.control import Answer, Refused
 from spooled_supervisor.errors import AppError
@@ -252,6 +252,20 @@ def test_scale_refuses_what_is_out_of_range_or_no_number(fields: Mapping[str, An
     assert said(desk) == (False, text)
     assert desk.pool.told == []
     assert desk.recorded.all == []
+
+
+@pytest.mark.parametrize("fields", [{"n": 4}, {"step": 1}, {"n": 2}])
+def test_scale_refuses_more_children_than_there_are_descriptors_for(
+    monkeypatch: pytest.MonkeyPatch, fields: Mapping[str, Any]
+) -> None:
+    monkeypatch.setattr(descriptors, "make_room", lambda children: f"{children} do not fit")
+    desk = told("scale", **fields)
+    if fields == {"n": 2}:  # fewer than now are no reason to ask
+        assert said(desk) == (True, "2 children (there were 3)")
+    else:
+        assert said(desk) == (False, "scale 4: 4 do not fit")
+        assert desk.pool.told == []
+        assert desk.recorded.all == []
 
 
 # --- recycle ----------------------------------------------------------------------------------------------------------

@@ -623,6 +623,8 @@ def test_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes, expected:
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert problem("--config", f"{tmp_path}/none") == f"{tmp_path}/none: cannot be read: {os.strerror(errno.ENOENT)}"
     assert problem("--config", f"{tmp_path}") == f"{tmp_path}: cannot be read: {os.strerror(errno.EISDIR)}"
+    assert refused("--config", f"{tmp_path}/none").exit_code == EX_USAGE
+    assert refused(env={"SPOOLED_CONFIG": f"{tmp_path}/none"}).exit_code == EX_CONFIG
 
 
 def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -690,9 +692,10 @@ def test_missing_key_is_told_with_its_three_ways(tmp_path: Path) -> None:
 def test_key_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     error = refused("--api-key-file", f"{tmp_path}/none")
     assert error.problems == [f"--api-key-file: {tmp_path}/none cannot be read: {os.strerror(errno.ENOENT)}"]
-    assert error.exit_code == EX_CONFIG
+    assert error.exit_code == EX_USAGE
     env = NO_KEY | {"SPOOLED_API_KEY_FILE": str(tmp_path)}
     assert problem(env=env) == f"SPOOLED_API_KEY_FILE: {tmp_path} cannot be read: {os.strerror(errno.EISDIR)}"
+    assert refused(env=env).exit_code == EX_CONFIG
 
 
 @pytest.mark.parametrize("middle", ["\n", "\t", " ", "\x00", "\x7f", "é", "\udcff", "x" * 5000])
@@ -765,8 +768,10 @@ def test_ca_file_is_taken_from_each_source(certificates: str, toml: Any) -> None
 def test_ca_file_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ca.pem"
     assert problem("--ca-file", str(path)).startswith(f"--ca-file: {path} cannot be used as PEM certificates: No such")
+    assert refused("--ca-file", str(path)).exit_code == EX_USAGE
     path.write_text("no certificate")
     assert problem(env={"SPOOLED_CA_FILE": str(path)}).startswith(f"SPOOLED_CA_FILE: {path} cannot be used as PEM")
+    assert refused(env={"SPOOLED_CA_FILE": str(path)}).exit_code == EX_CONFIG
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------
@@ -825,6 +830,8 @@ def test_sockets_in_the_usual_places_are_found_when_no_option_says_which(tmp_pat
     names = [
         "run/spooled-supervisor/control.sock",
         "run/spooled-supervisor/blue/control.sock",
+        "run/spooled-supervisor-2/control.sock",
+        "var/lib/spooled-supervisor-3/control.sock",
         "user/spooled-supervisor/a.sock",
         "state/spooled-supervisor/b/control.sock",
         "var/lib/spooled-supervisor/c/control.sock",

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import select
 import socket
 import stat
@@ -350,6 +351,24 @@ def test_a_peer_that_descends_from_a_job_is_refused_whatever_it_asks(
             for line in (PING, b'{"command": "tell"}\n', b"garbage\n"):
                 answer = await job.say(line)
                 assert answer == {"ok": False, "text": "refused: a job may not control its supervisor"}
+
+    run(main)
+
+
+def test_a_peer_is_refused_with_the_true_reason_while_no_descriptor_is_free(path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> None:
+        async with listening(path), peer(path) as one:
+            assert await one.say(PING) == PONG
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                answer = await one.say(PING)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert answer["ok"] is False
+            assert answer["text"].endswith("as no file can be opened: Too many open files")
+            assert await one.say(PING) == PONG
 
     run(main)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spooled_supervisor import config as configuration
 from spooled_supervisor import operating
+from spooled_supervisor.control import reachable
 from spooled_supervisor.errors import EX_FAILURE, EX_OK, EX_UNAVAILABLE, EX_USAGE, ConfigError
 from spooled_supervisor.operating import ANSWER_LIMIT_S, RELOAD_LIMIT_S, run_ctl, run_status
 
@@ -175,10 +179,55 @@ def test_the_only_one_that_is_found_is_meant(line: Line, env: dict[str, str], tm
     assert socket_of([], env, line) == path
 
 
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as sock, reachable(path) as name:
+        sock.bind(name)
+        sock.listen()
+        yield path
+
+
+def test_of_several_that_are_found_those_of_the_dead_do_not_count(
+    line: Line, env: dict[str, str], tmp_path: Path
+) -> None:
+    with listening(tmp_path / "run/spooled-supervisor/killed.sock"):
+        pass
+    with listening(tmp_path / "state/spooled-supervisor/mail/control.sock") as alive:
+        assert socket_of([], env, line) == alive
+    with pytest.raises(ConfigError, match="no supervisor was found"):
+        run_ctl(["stop"], env)
+
+
+@pytest.mark.parametrize(("run", "words"), [(run_ctl, ["stop"]), (run_status, [])], ids=["ctl", "status"])
+def test_where_nobody_listens_those_that_do_elsewhere_are_named_and_not_asked(
+    line: Line,
+    env: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Any,
+    words: list[str],
+) -> None:
+    """A unit's, say, which the app that is named does not lead to; and the app may be another one."""
+    here = configuration.usual_sockets
+    monkeypatch.setattr(configuration, "usual_sockets", lambda env: here(env, root=tmp_path))
+    dead = touched(tmp_path / "run/spooled-supervisor-3/control.sock")
+    line.answer = FileNotFoundError(2, "No such file or directory")
+    with listening(tmp_path / "run/spooled-supervisor-2/control.sock") as alive:
+        assert run([*words, "--app", "shop"], env) == EX_UNAVAILABLE
+    said = capsys.readouterr().err
+    assert f"shop.sock: no supervisor listens there; listening elsewhere:\n  --control-socket {alive}\n" in said
+    assert str(dead) not in said
+    assert [path.name for path, _, _ in line.asked] == ["shop.sock"]
+
+
 def test_several_that_are_found_are_listed_and_none_is_asked(line: Line, env: dict[str, str], tmp_path: Path) -> None:
-    one = touched(tmp_path / "run/spooled-supervisor/shop.sock")
-    two = touched(tmp_path / "state/spooled-supervisor/mail/control.sock")
-    with pytest.raises(ConfigError) as caught:
+    with (
+        listening(tmp_path / "run/spooled-supervisor/shop.sock") as one,
+        listening(tmp_path / "state/spooled-supervisor/mail/control.sock") as two,
+        pytest.raises(ConfigError) as caught,
+    ):
         run_ctl(["stop"], env)
     assert caught.value.exit_code == EX_USAGE
     assert f"--control-socket {one}" in str(caught.value)

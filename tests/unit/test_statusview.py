@@ -421,6 +421,23 @@ def test_no_color_is_respected(gone: Path) -> None:
     assert "running" in terminal.seen
 
 
+def test_ctrl_c_as_soon_as_the_other_screen_is_there_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(io.StringIO):
+        """A terminal whose user presses Ctrl-C while the first thing is written to it."""
+
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            if self.getvalue() == statusview.ENTER_SCREEN:
+                raise KeyboardInterrupt
+
+    monkeypatch.setenv("TERM", "xterm")
+    out = Interrupted()
+    assert show(fetching(STATUS), watch=True, as_json=False, stream=out) == 0
+    assert out.getvalue() == statusview.ENTER_SCREEN + LEAVE_SCREEN
+
+
 def test_what_is_higher_than_the_terminal_is_cut_and_counted() -> None:
     out = io.StringIO()
     statusview._Screen(out).draw([str(n) for n in range(10)], 4)

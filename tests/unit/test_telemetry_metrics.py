@@ -313,6 +313,7 @@ def test_gauges_tell_the_snapshot_as_it_is_at_the_scrape(page: Page) -> None:
         outbox_on_disk=True,
         heartbeat_age_s=8.5,
         quiet=True,
+        held_back="the load is 9, above --max-load 8",
         reasons=("quiet",),
     )
     assert page.value("worker_jobs_in_progress", queue="emails") == 2
@@ -332,10 +333,12 @@ def test_gauges_tell_the_snapshot_as_it_is_at_the_scrape(page: Page) -> None:
     assert page.ours("ready") == 0
     assert page.ours("healthy") == 1
     assert page.ours("quiet") == 1
+    assert page.ours("held_back") == 1
     assert page.ours("registered") == 1
     page.now = a_snapshot()
     assert page.value("worker_jobs_in_progress", queue="emails") == 0
     assert page.ours("heartbeat_age_seconds") is None
+    assert page.ours("held_back") == 0
 
 
 @pytest.mark.parametrize("phase", PHASES)

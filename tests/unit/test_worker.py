@@ -57,18 +57,20 @@ def test_everything_that_is_wrong_is_told_at_once_by_the_name_of_its_argument() 
             lease_duration=1,
             heartbeat_fraction=1.5,
             worker_id="ä",
+            version="",
             metadata={"": "x"},
             job_timeout=-1,
             child_nice=True,
         )
     names = {problem.split(":")[0] for problem in caught.value.problems}
     assert names == {
-        "queues",
-        "procs",
+        "queue_name",
+        "concurrency",
         "poll_interval",
         "lease_duration",
         "heartbeat_fraction",
         "worker_id",
+        "version",
         "metadata",
         "job_timeout",
         "child_nice",
