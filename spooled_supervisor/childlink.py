@@ -30,6 +30,8 @@ READ_BYTES = 64 * 1024
 """All that a pipe holds (pipe(7)). From 128 kB on, a buffer is mapped and given back for each read: 12 us."""
 MAX_DRAIN_READS = 64
 MAX_STACK_CHARS = 1500
+MAX_STACK_FRAMES = 100
+"""So many of each thread faulthandler writes; not every Python has dots after them."""
 OWN_FRAMES = (PACKAGE_DIR, 'File "<string>"')
 """Lines of a stack that say nothing about the handler: ours, and the fork server's command line below them."""
 
@@ -174,10 +176,21 @@ class ChildLink:
 
     def read_stack(self) -> str:
         """The stack that the last `abort` or `dump_stack` has caused, the interrupted thread first; may be empty."""
-        length = min(os.lseek(self._born.stack_fd, 0, os.SEEK_CUR), STACK_BYTES)
-        text = os.pread(self._born.stack_fd, length, 0).decode("utf-8", "replace")
+        text = self._dump()
         lines = text[max(0, text.find("Current thread")) :].splitlines()
         return "\n".join(line for line in lines if not any(own in line for own in OWN_FRAMES))[:MAX_STACK_CHARS]
+
+    def has_whole_stack(self) -> bool:
+        """Whether the dump has come to its end, as faulthandler writes it in many pieces.
+
+        The main thread is the last in it, and ends with a module unless it is deeper than is told.
+        """
+        text = self._dump()
+        return text.endswith(" in <module>\n") or text.rpartition(" first):\n")[2].count("\n") >= MAX_STACK_FRAMES
+
+    def _dump(self) -> str:
+        length = min(os.lseek(self._born.stack_fd, 0, os.SEEK_CUR), STACK_BYTES)
+        return os.pread(self._born.stack_fd, length, 0).decode("utf-8", "replace")
 
     # --- from the child ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from spooled_supervisor import descriptors
 from spooled_supervisor import events as ev
+from spooled_supervisor.childlink import ChildLink
 from spooled_supervisor.control import Answer, Command, Refused
 from spooled_supervisor.errors import AppError
 from spooled_supervisor.events import Events
@@ -162,7 +163,7 @@ class Commands:
         for child in busy:
             child.dump_stack()
         runs = [child.run for child in busy]
-        stacks = await asyncio.gather(*(_stack_of(child.read_stack) for child in busy))
+        stacks = await asyncio.gather(*map(_stack_of, busy))
         texts = []
         for child, run, stack in zip(busy, runs, stacks, strict=True):
             if run is not None and self._pool.has(child):
@@ -186,13 +187,13 @@ def _whole(value: object, name: str) -> int:
     return value
 
 
-async def _stack_of(read: Callable[[], str]) -> str:
-    """The stack, once it is there: a child that does not run on any CPU now writes it late."""
-    for _ in range(int(STACK_LIMIT_S / STACK_LOOK_S)):
-        try:
-            if stack := read():
-                return stack
-        except OSError:
-            return "(it has ended)"
-        await asyncio.sleep(STACK_LOOK_S)
-    return "(no answer: it is stopped, or deep in the kernel)"
+async def _stack_of(child: ChildLink) -> str:
+    """The stack, once all of it is there: a child that does not run on any CPU now writes it late."""
+    try:
+        for _ in range(int(STACK_LIMIT_S / STACK_LOOK_S)):
+            if child.has_whole_stack():
+                break
+            await asyncio.sleep(STACK_LOOK_S)
+        return child.read_stack() or "(no answer: it is stopped, or deep in the kernel)"
+    except OSError:
+        return "(it has ended)"

@@ -416,7 +416,7 @@ def test_a_stop_during_a_reload_is_not_undone_by_its_end(error: Exception | None
 
 
 class Busy:
-    """A child whose stack is there at the `after`th look; None: never. One that has ended raises."""
+    """A child whose stack is whole at the `after`th look; None: never. One that has ended raises."""
 
     def __init__(self, slot: int, *, after: int | None = 0, state: ChildState = ChildState.BUSY) -> None:
         self.slot = slot
@@ -430,15 +430,18 @@ class Busy:
     def dump_stack(self) -> None:
         self.asked += 1
 
-    def read_stack(self) -> str:
+    def has_whole_stack(self) -> bool:
         self.looks += 1
-        if self.after is None or self.looks <= self.after:
-            return ""
-        return f"in line {self.slot}"
+        return self.after is not None and self.looks > self.after
+
+    def read_stack(self) -> str:
+        return f"in line {self.slot}" if self.after is not None and self.looks > self.after else self.part
+
+    part = ""
 
 
 class Ended(Busy):
-    def read_stack(self) -> str:
+    def has_whole_stack(self) -> bool:
         raise OSError(9, "Bad file descriptor")
 
 
@@ -471,6 +474,9 @@ def test_a_child_that_does_not_answer_is_waited_for_only_so_long(monkeypatch: py
     monkeypatch.setattr(commands, "STACK_LIMIT_S", 0.06)
     desk = stacks_of(Busy(1, after=None))
     assert said(desk) == (True, "slot 1, job job-1:\n(no answer: it is stopped, or deep in the kernel)")
+    slow = Busy(1, after=None)
+    slow.part = "Current thread 0x"
+    assert said(stacks_of(slow)) == (True, "slot 1, job job-1:\nCurrent thread 0x")
 
 
 def test_any_number_of_children_that_do_not_answer_is_waited_for_no_longer_than_one(
