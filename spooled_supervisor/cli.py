@@ -141,9 +141,9 @@ def check(argv: list[str], env: Mapping[str, str]) -> int:
     offline = online_problem(config) if is_online else None
     if lack := descriptors.make_room(config.pool.procs):
         problems.add(f"procs: {lack}")
-    if offline is not None and not problems:
-        raise offline
     if offline is not None:
+        if not problems:
+            raise offline  # it has an exit code of its own
         problems.add(str(offline))
     problems.raise_if_any()
     for warning in configuration.warnings(config):

@@ -8,6 +8,7 @@ one RETOLD_S after the last at the earliest. What the reason is now, `reasons` s
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from spooled_supervisor.events import ApiRecovered, ApiTroubled, Events
 from spooled_supervisor.timing import now
@@ -22,53 +23,52 @@ FRESH_S = 60.0
 """How long after its last failure an operation is in trouble; longer (twice the delay) where the next try is far."""
 
 
+@dataclass(slots=True)
+class _Row:
+    """What has failed in a row since it worked last."""
+
+    failures: int = 0
+    reason: str = ""
+    told: deque[str] = field(default_factory=lambda: deque(maxlen=TOLD_KEPT))
+    told_at: float = 0.0
+    fresh_until: float = 0.0
+    is_optional: bool = False
+
+
 class Troubles:
     """Failures in a row by operation (and queue, where it concerns one)."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        self._failures: dict[str, int] = {}
-        self._reasons: dict[str, str] = {}
-        self._told: dict[str, deque[str]] = {}
-        self._told_at: dict[str, float] = {}
-        self._fresh_until: dict[str, float] = {}
-        self._optional: set[str] = set()
+        self._rows: dict[str, _Row] = {}
 
     def failed(self, operation: str, reason: str, retry_in_s: float | None, *, is_optional: bool = False) -> None:
         """One more failure; the first of a row is told, and now and then one for a reason that was not told yet.
 
         What is optional is told as well, but we are not the worse for it: it never gets into `reasons`.
         """
-        if is_optional:
-            self._optional.add(operation)
-        self._failures[operation] = self._failures.get(operation, 0) + 1
-        self._reasons[operation] = reason
         at = now()
-        self._fresh_until[operation] = at + max(FRESH_S, 2 * (retry_in_s or 0.0))
-        told = self._told.setdefault(operation, deque(maxlen=TOLD_KEPT))
+        row = self._rows.setdefault(operation, _Row())
+        row.failures += 1
+        row.reason = reason
+        row.fresh_until = at + max(FRESH_S, 2 * (retry_in_s or 0.0))
+        row.is_optional = row.is_optional or is_optional
         # What is not tried again is told now or never.
-        may_be_told = not told or retry_in_s is None or at - self._told_at[operation] >= RETOLD_S
-        if may_be_told and reason not in told:
-            told.append(reason)
-            self._told_at[operation] = at
+        may_be_told = not row.told or retry_in_s is None or at - row.told_at >= RETOLD_S
+        if may_be_told and reason not in row.told:
+            row.told.append(reason)
+            row.told_at = at
             rounded = None if retry_in_s is None else round(retry_in_s, 3)
             self._events.emit(ApiTroubled(operation, reason, rounded))
 
     def worked(self, operation: str) -> None:
         """It works (again)."""
-        failures = self._failures.get(operation, 0)
-        if failures:
-            self.forget(operation)
-            self._events.emit(ApiRecovered(operation, failures))
+        if (row := self._rows.pop(operation, None)) is not None:
+            self._events.emit(ApiRecovered(operation, row.failures))
 
     def forget(self, operation: str) -> None:
         """It will not be tried any more; whether it would work, nobody knows."""
-        self._failures.pop(operation, None)
-        self._reasons.pop(operation, None)
-        self._told.pop(operation, None)
-        self._told_at.pop(operation, None)
-        self._fresh_until.pop(operation, None)
-        self._optional.discard(operation)
+        self._rows.pop(operation, None)
 
     @property
     def reasons(self) -> list[str]:
@@ -78,9 +78,7 @@ class Troubles:
         it, and none may ever come.
         """
         return [
-            f"{operation}: {self._reasons[operation]}"
-            for operation, failures in self._failures.items()
-            if failures >= PERSISTENT_FAILURES
-            and operation not in self._optional
-            and now() < self._fresh_until[operation]
+            f"{operation}: {row.reason}"
+            for operation, row in self._rows.items()
+            if row.failures >= PERSISTENT_FAILURES and not row.is_optional and now() < row.fresh_until
         ]
